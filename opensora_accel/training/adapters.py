@@ -185,7 +185,10 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
         alpha = config.alpha or config.rank
         settings = peft.LoraConfig(r=config.rank, lora_alpha=alpha, target_modules=list(config.targets))  # type: ignore[arg-type]
         with resume_recording(model):
-            model.add_adapter(settings)
+            if hasattr(model, "add_adapter"):
+                model.add_adapter(settings)
+            else:  # a class that diffusers gives no adapters
+                peft.inject_adapter_in_model(settings, model)
     except ImportError as error:
         raise ValueError(f"lora.rank needs peft ({error}); pip install 'opensora-accel[train]'") from error
     except ValueError as error:

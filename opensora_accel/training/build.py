@@ -136,11 +136,16 @@ def _hint(argument: str, recipe: Recipe, codec: Codec) -> str:
     ways = [each for each in recipe.frames if not each.always]
     extra = max((each.num_channels(codec.channels, codec.latent_frames.temporal) for each in ways), default=0)
     pictures = " (pictures' states, as image-to-video models take them, come from image.path)"
+    not_yet = " (first frames that are given are not trained in this family yet)"
+    channels = "" if recipe.frames else not_yet
+    if extra:
+        channels = f" (conditions, as --conditions.i2v_head 1, take {extra} of {codec.channels + extra})"
     return {
         "image_dim": pictures,
         "added_kv_proj_dim": pictures,
         "image_embed_dim": pictures,
-        "image_condition_type": " (first frames that are given are not trained in this family yet)",
+        "image_condition_type": not_yet,
+        "text_embed_dim_t5": " (the trainer's recipe is for those of one encoder, as EasyAnimate 5.1)",
         "visual_cond": " (the trainer's recipe is for those that have channels for frames that are given)",
         "task_type": " (conditions.i2v_head and image.path train one that begins with a frame)",
         "max_text_seq_length": " (text.length, to which captions are padded)",
@@ -150,9 +155,7 @@ def _hint(argument: str, recipe: Recipe, codec: Codec) -> str:
             ("audio_in_channels", "audio_sampling_rate", "audio_hop_length"),
             " (codec.sound_path, the audio_vae of its pipeline)",
         ),
-        "in_channels": f" (conditions, as --conditions.i2v_head 1, take {extra} of {codec.channels + extra})"
-        if extra
-        else "",
+        "in_channels": channels,
     }.get(argument, "")
 
 

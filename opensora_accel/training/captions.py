@@ -42,6 +42,7 @@ _PREFIXES = {
     "gemma2": ("model.",),
     # The reading part of a model that sees pictures too.
     "gemma3_text": ("language_model.model.", "model.language_model.", "model."),
+    "qwen2_vl_text": ("model.language_model.", "language_model.model.", "model."),
     "qwen2_5_vl_text": ("model.language_model.", "language_model.model.", "model."),
     "qwen3_vl_text": ("model.language_model.", "language_model.", "model."),
     "clip_text_model": ("text_model.",),
@@ -77,6 +78,8 @@ class TextStates:
     length: int | None = None
     # The encoder leaves padding out of its attention.
     masked: bool = True
+    # Tokens to which its pipeline pads every caption, where the model sees padding; None is any number.
+    padded_to: int | None = None
     # What it gives for padding becomes zero; or it stays, and the model sees it.
     padding: Literal["zeroed", "kept"] = "zeroed"
     # Where padding stands.
@@ -499,6 +502,7 @@ def _classes() -> dict[str, Any]:
         Gemma3TextModel,
         LlamaModel,
         Qwen2_5_VLTextModel,
+        Qwen2VLTextModel,
         Qwen3VLTextModel,
         T5EncoderModel,
         UMT5EncoderModel,
@@ -511,6 +515,7 @@ def _classes() -> dict[str, Any]:
         "gemma2": Gemma2Model,
         "gemma3_text": Gemma3TextModel,
         "clip_text_model": CLIPTextModel,
+        "qwen2_vl_text": Qwen2VLTextModel,
         "qwen2_5_vl_text": Qwen2_5_VLTextModel,
         "qwen3_vl_text": Qwen3VLTextModel,
     }

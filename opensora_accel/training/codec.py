@@ -165,8 +165,8 @@ class VideoVAE:
         else:
             raise ValueError(
                 f"{type(model).__name__} does not say how far it compresses; the VAEs used here are AutoencoderKLWan, "
-                "AutoencoderKLHunyuanVideo, AutoencoderKLLTXVideo, AutoencoderKLMochi, AutoencoderKLCogVideoX and "
-                "AutoencoderKLMiniMaxH3"
+                "AutoencoderKLHunyuanVideo, AutoencoderKLLTXVideo, AutoencoderKLMochi, AutoencoderKLCogVideoX, "
+                "AutoencoderKLMagvit and AutoencoderKLMiniMaxH3"
             )
         chunk = getattr(model, "tokens_chunk_size", None)
         if chunk is not None:

@@ -102,6 +102,20 @@ def qwen(taken, length, captions):
     return encoder
 
 
+def qwen2(taken, length, captions):
+    """Its tokenizer has the template of a chat, in which a message is a list of parts."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
+    options = {"num_key_value_heads": 2, "rope_parameters": rope}
+    encoder = in_template("Qwen2VLText", taken, length, captions, Processor, **options)
+    encoder.tokenizer.chat_template = (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        "{% for each in messages %}<|im_start|>{{ each.role }}\n"
+        "{% for part in each.content %}{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return encoder
+
+
 def qwen3(taken, length, captions):
     """Of more layers than the state is from, and the whole that it is the reading part of, which sees pictures too."""
     tokenizer = words_of(taken.template, captions)

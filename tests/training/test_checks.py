@@ -15,7 +15,9 @@ from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.recipes import RECIPES, check_recipe
 
-COSMOS, H3, KANDINSKY = (f"{name}Transformer3DModel" for name in ("Cosmos", "MiniMaxH3", "Kandinsky5"))
+COSMOS, EASYANIMATE, H3, KANDINSKY = (
+    f"{name}Transformer3DModel" for name in ("Cosmos", "EasyAnimate", "MiniMaxH3", "Kandinsky5")
+)
 
 
 def config(name, arguments=None, **tables):
@@ -127,6 +129,34 @@ def test_kandinskys_captions_are_cleaned_as_its_pipeline_does():
         # What ftfy would mend beside is not here.
         expected = whitespace_clean(html.unescape(html.unescape(caption)).strip())
         assert reads(caption) == expected
+
+
+def test_padding_that_a_pipeline_does_not_give_is_warned_of(tmp_path, caplog):
+    recipe, model = RECIPES[EASYANIMATE], {"path": str(tmp_path / "transformer")}
+    with fake_world(0, 1), caplog.at_level(logging.WARNING):
+        init_parallel(Plan(), "cpu")
+        check_recipe(recipe, config_from_dict({"model": model, "text": {"length": 256}}, "the test"))
+        check_recipe(recipe, config(EASYANIMATE, text={"length": 128}))
+        assert caplog.text == ""
+        check_recipe(recipe, config_from_dict({"model": model, "text": {"length": 128}}, "the test"))
+    assert "always pads to 256 tokens; text.length is 128: set it to 256" in caplog.text
+
+
+def test_weights_of_another_kind_are_refused():
+    tiny, data = dict(RECIPES[EASYANIMATE].tiny), {"num_frames": 5, "height": 24, "width": 40}
+    with fake_world(0, 1):
+        init_parallel(Plan(), "cpu")
+        built(config(EASYANIMATE, tiny, data=data))
+        for arguments, message in (
+            (
+                {"in_channels": 97},
+                r"in_channels is 97, .* gives? 48 \(first frames that are given are not trained",
+            ),
+            ({"text_embed_dim_t5": 64}, r"text_embed_dim_t5 is 64, .* one encoder, as EasyAnimate 5\.1"),
+            ({"patch_size": 4}, r"data\.height \(24\) must be a multiple of 16"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                built(config(EASYANIMATE, tiny | arguments, data=data))
 
 
 def test_guidance_of_weights_that_have_it_within_is_warned_of(tmp_path, caplog):

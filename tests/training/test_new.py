@@ -59,6 +59,7 @@ SHIFTS = {
     "SanaVideoTransformer3DModel": 8.0,
     "Kandinsky5Transformer3DModel": 5.0,
     "CosmosTransformer3DModel": 5.0,
+    "EasyAnimateTransformer3DModel": 5.0,
 }
 
 

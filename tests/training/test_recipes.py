@@ -33,9 +33,10 @@ from opensora_accel.training.recipes import RECIPES, Inputs, Sizes
 from opensora_accel.training.samples import sample_latents
 from opensora_accel.training.sound import SpectrumVAE
 from tests.tiers import CPU_AND_GPU, PROVE, some
-from tests.training.language import byt5, clip, gemma, gemma3, llama, qwen
+from tests.training.language import byt5, clip, gemma, gemma3, llama, qwen, qwen2
 from tests.training.vaes import (
     cogvideox_vae,
+    easyanimate_vae,
     hunyuan_video15_vae,
     hunyuan_video_vae,
     ltx2_audio_vae,
@@ -126,6 +127,8 @@ FAMILIES = {
         (13, 32, 48),
         config={**ROTARY, "patch_size_t": 2, "patch_bias": False},
     ),
+    # Its pipeline pads captions to so many tokens, and the model sees them.
+    "EasyAnimateTransformer3DModel": Family(easyanimate_vae, {"shift": 5.0}, 5.0, (9, 32, 48), length=256),
     "HunyuanVideoTransformer3DModel": Family(
         hunyuan_video_vae, {"shift": 7.0}, 7.0, (9, 32, 48), config={"guidance_embeds": True}, length=96
     ),
@@ -279,6 +282,7 @@ def encoders(name):
         "llama": lambda each: llama(each, length, CAPTIONS),
         "clip_text_model": lambda each: clip(each, small.tokenizer),
         "qwen2_5_vl_text": lambda each: qwen(each, length, CAPTIONS),
+        "qwen2_vl": lambda each: qwen2(each, length, CAPTIONS),
         "qwen2_5_vl": lambda each: qwen(each, length, CAPTIONS),
         "gemma2": lambda each: gemma(each, length, CAPTIONS),
         "gemma3": lambda each: gemma3(each, length, CAPTIONS, per_stream="2.3" in name),
@@ -806,6 +810,22 @@ def test_the_last_level_is_noise_alone_and_every_level_is_found_again():
     assert levels.at(torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64), 1.0).tolist() == [
         levels.times(1.0)[n].item() for n in (0, 500, 999)
     ]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if RECIPES[class_of(name)].unused_text])
+def test_what_nothing_uses_has_a_gradient_all_the_same(name):
+    made = setting(name)
+    objective, clean = made.objective, torch.randn(1, *made.shape, dtype=torch.float64)
+
+    def num_without():
+        with LiftOperations():
+            loss = objective.loss(Encoded(made.bucket, range(1), CAPTIONS[:1], clean, None, None))
+            gradients = torch.autograd.grad(loss, list(objective.model.parameters()), allow_unused=True)
+        return sum(each is None for each in gradients)
+
+    assert num_without()
+    objective.recipe.use_all(objective.model)
+    assert num_without() == 0
 
 
 def test_every_recipe_says_what_its_constructor_takes():

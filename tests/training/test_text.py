@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 
+import diffusers
 import pytest
 import torch
 import transformers
@@ -19,7 +20,7 @@ from opensora_accel.training.captions import (
 from opensora_accel.training.kept import EmbeddedCaptions
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.sections import TextConfig
-from tests.training.language import gemma, gemma3, qwen, saved_pair
+from tests.training.language import gemma, gemma3, qwen, qwen2, saved_pair
 
 CAPTIONS = ["a grey rabbit yawns in a meadow", "a rabbit crawls out of its burrow", "a rabbit waves"]
 CPU = torch.device("cpu")
@@ -68,6 +69,47 @@ def test_a_template_whose_tokens_the_tokenizer_counts():
     kept = EmbeddedCaptions(encoder, captions, CPU)
     assert torch.equal(kept.encode(captions, CPU, torch.float64), states)
     assert kept.num_tokens(captions) == encoder.num_tokens(captions)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_states_of_padding_are_the_whole_models(tmp_path, is_old):
+    """Of one that sees pictures too, whose file has the sizes of what reads in a table, or, an old one, beside others.
+
+    The model sees padding, which the encoder leaves out of its attention.
+    """
+    torch.manual_seed(0)
+    taken = RECIPES["EasyAnimateTransformer3DModel"].text
+    made = qwen2(taken[0], 64, CAPTIONS)
+    for parameter in made.model.parameters():
+        # As they are drawn, attention moves hardly anything.
+        torch.nn.init.normal_(parameter, std=0.3)
+    reading = made.model.config.to_dict()
+    pictures = {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32, "mlp_ratio": 1}
+    whole = transformers.Qwen2VLForConditionalGeneration(
+        transformers.Qwen2VLConfig(text_config=reading, vision_config=pictures)
+    ).eval()
+    whole.model.language_model.load_state_dict(made.model.state_dict())
+    folder = tmp_path / "text_encoder"
+    whole.save_pretrained(folder)
+    made.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    if is_old:
+        description = json.loads((folder / "config.json").read_text())
+        reading = description.pop("text_config")
+        (folder / "config.json").write_text(json.dumps(reading | description))
+    config = TextConfig(path=str(folder), length=64, dtype="fp32")
+    encoder = build_text_encoder(config, "", 0, CPU, torch.float32, taken)
+    assert [encoder.shape] == text_shapes(config, taken) == [TextShape(64, 32)]
+    found = encoder.encode([*CAPTIONS, ""], CPU, torch.float32)
+    parts = {"text_encoder": whole, "tokenizer": made.tokenizer}
+    pipeline = diffusers.EasyAnimatePipeline(vae=None, transformer=None, scheduler=None, **parts)
+    with torch.no_grad():
+        states, _, mask, _ = pipeline.encode_prompt(
+            [*CAPTIONS, ""], do_classifier_free_guidance=False, max_sequence_length=64
+        )
+    assert 0 < mask.sum() < mask.numel()
+    assert torch.equal(mask, torch.cat([encoder.tokens(caption)[1] for caption in [*CAPTIONS, ""]]))
+    assert torch.allclose(found, states, atol=1e-5) and found.abs().amin(-1).min() > 0
+    assert encoder.num_tokens(CAPTIONS) == [64] * 3
 
 
 @pytest.fixture

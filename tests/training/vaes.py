@@ -83,6 +83,11 @@ def cogvideox_vae(**given):
     return diffusers.AutoencoderKLCogVideoX(**sizes, norm_num_groups=2, **given)
 
 
+def easyanimate_vae():
+    sizes = {"block_out_channels": (4, 4, 4, 4), "layers_per_block": 1, "norm_num_groups": 2}
+    return diffusers.AutoencoderKLMagvit(latent_channels=4, **sizes)
+
+
 def hunyuan_video_vae():
     sizes = {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4}
     return diffusers.AutoencoderKLHunyuanVideo(latent_channels=4, **sizes)

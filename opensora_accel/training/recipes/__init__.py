@@ -5,6 +5,7 @@ from __future__ import annotations
 from opensora_accel.training.recipes import (
     cogvideox,
     cosmos,
+    easyanimate,
     hunyuan_video,
     hunyuan_video15,
     kandinsky5,
@@ -35,6 +36,7 @@ RECIPES: dict[str, Recipe] = {
                 mochi,
                 cogvideox,
                 cosmos,
+                easyanimate,
                 hunyuan_video,
                 hunyuan_video15,
                 kandinsky5,

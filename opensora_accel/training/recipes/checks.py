@@ -44,6 +44,7 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
             f"{family} makes sound at times of its own, of which flow.weighting knows nothing; leave it out"
         )
     _warn_of_guidance(family, recipe, config)
+    _warn_of_padding(family, recipe, config)
     if config.data.frame_rate and not recipe.takes_frame_rate:
         raise ValueError(f"{family} is not told the frame rate; leave data.frame_rate out")
     if recipe.levels is None and config.flow.min_snr:
@@ -66,6 +67,20 @@ def _warn_of_guidance(family: str, recipe: Recipe, config: TrainConfig) -> None:
             family,
             flow.caption_drop,
             flow.guidance,
+        )
+
+
+def _warn_of_padding(family: str, recipe: Recipe, config: TrainConfig) -> None:
+    """Warns where a model of a pipeline would learn from captions of another length than the pipeline gives it."""
+    usual = recipe.text[0].padded_to
+    if config.model.path and usual not in (None, config.text.length) and dist.get_rank() == 0:
+        logger.warning(
+            "%s sees the padding of a caption, and its pipeline always pads to %d tokens; text.length is %d: set it to "
+            "%d for weights that the pipeline is to load",
+            family,
+            usual,
+            config.text.length,
+            usual,
         )
 
 
