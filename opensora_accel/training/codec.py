@@ -33,15 +33,19 @@ class LatentFrames:
 
     Most VAEs make one of the first, and one of each 4, or 8, that follow: 9 frames are 1 + 4 + 4. MiniMax H3's begins
     anew with each chunk of 5 latent frames, and a clip ends with the second of a chunk: 22 frames are 1 + 4 + 4 + 4 + 4
-    and 1 + 4. By one chunk that is not whole it could decode nothing: so 22 are the fewest.
+    and 1 + 4. By one chunk that is not whole it could decode nothing: so 22 are the fewest. Allegro's makes one of
+    every 4, in tiles of 6, each 4 behind the one before: 24 frames are one tile, 40 are two.
     """
 
     # Frames of each latent frame that does not begin a chunk.
     temporal: int
     # Latent frames of a chunk; without chunks the clip is one.
     chunk: int | None = None
-    # Latent frames of the last chunk.
-    last: int = 1
+    # Frames of the latent frame that begins a chunk.
+    first: int = 1
+    # Latent frames of the shortest clip, and by how many another one is longer.
+    fewest: int = 1
+    step: int = 1
 
     def starts(self, num_latents: int, device: torch.device | None = None) -> Tensor:
         """[t]: the number of the first frame of each latent frame."""
@@ -51,23 +55,22 @@ class LatentFrames:
     def num_frames(self, num_latents: int) -> int:
         """The frames of a clip of so many latent frames: where the next one would begin."""
         start, within = self._within(num_latents - 1)
-        return start + (self.temporal if within else 1)
+        return start + (self.temporal if within else self.first)
 
     def _within(self, number: Any) -> tuple[Any, Any]:
         """Where a latent frame begins, and which of its chunk it is."""
         within = number if self.chunk is None else number % self.chunk
-        begin = 0 if self.chunk is None else number // self.chunk * self.unit
-        return begin + (within > 0) * (1 + (within - 1) * self.temporal), within
+        begin = (
+            0
+            if self.chunk is None
+            else number // self.chunk * (self.first + (self.chunk - 1) * self.temporal)
+        )
+        return begin + (within > 0) * (self.first + (within - 1) * self.temporal), within
 
     @property
     def unit(self) -> int:
         """By how many frames one clip may be longer than another."""
-        return self.temporal if self.chunk is None else 1 + (self.chunk - 1) * self.temporal
-
-    @property
-    def _fewest(self) -> int:
-        """The latent frames of the shortest clip."""
-        return self.last if self.chunk is None or self.chunk == self.last else self.chunk + self.last
+        return self.num_frames(self.fewest + self.step) - self.num_frames(self.fewest)
 
     def num_latents(self, num_frames: int) -> int:
         """The latent frames of a clip.
@@ -75,23 +78,15 @@ class LatentFrames:
         Raises:
             ValueError: a clip cannot have so many frames.
         """
-        least, unit = self.num_frames(self._fewest), self.unit
-        more = (num_frames - least) // unit
-        if num_frames < least or (num_frames - least) % unit:
-            fitting = sorted({least + max(0, each) * unit for each in (more, more + 1)})
-            rule = f"{least} more than a multiple of {unit}"
-            if least > unit:
-                rule = f"{least}, or a multiple of {unit} more,"
-            raise ValueError(
-                f"data.num_frames ({num_frames}) must be {rule} for this codec; use "
-                f"{' or '.join(map(str, fitting))}"
-            )
-        return self._fewest + more * (self.chunk or 1)
+        least, unit = self.num_frames(self.fewest), self.unit
+        check_multiple("data.num_frames", num_frames, unit, "this codec", least)
+        return self.fewest + (num_frames - least) // unit * self.step
 
     def numbers(self, num_frames: int) -> Tensor:
         """[temporal, t]: the numbers of the frames of each latent frame; one that stands alone comes each time."""
         starts, within = self._within(torch.arange(self.num_latents(num_frames)))
-        return starts + (within > 0) * torch.arange(self.temporal).unsqueeze(1)
+        lasts = torch.where(within > 0, self.temporal, self.first) - 1
+        return starts + torch.arange(self.temporal).unsqueeze(1).minimum(lasts)
 
 
 class Codec(Protocol):
@@ -175,7 +170,10 @@ class VideoVAE:
                     f"{type(model).__name__} has chunks of {config['clip_length']} frames, and those known here have 1 "
                     f"more than a multiple of {temporal}; choose the VAE of the model's pipeline"
                 )
-            self.latent_frames = LatentFrames(temporal, chunk, chunk - config["token_drop"])
+            # By one chunk that is not whole it could decode nothing.
+            last = chunk - config["token_drop"]
+            fewest = last if last == chunk else chunk + last
+            self.latent_frames = LatentFrames(temporal, chunk, fewest=fewest, step=chunk)
 
     def statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of latents, [1, C, 1, 1, 1] each, or one for all channels."""
@@ -279,16 +277,20 @@ def latent_shape(codec: Codec, num_frames: int, height: int, width: int) -> Late
     )
 
 
-def check_multiple(name: str, size: int, unit: int, reason: str) -> None:
-    """Checks that `size` is a multiple of `unit`.
+def check_multiple(name: str, size: int, unit: int, reason: str, least: int = 0) -> None:
+    """Checks that `size` is a multiple of `unit`; or `least`, or a multiple of `unit` more than that.
 
     Raises:
         ValueError: it is not; the message has the sizes that would do.
     """
-    if size % unit:
-        below = size // unit * unit
-        choices = f"{below} or {below + unit}" if below else f"{unit}"
-        raise ValueError(f"{name} ({size}) must be a multiple of {unit} for {reason}; use {choices}")
+    more, rest = divmod(size - least, unit)
+    if more < 0 or rest:
+        fitting = sorted({least + max(0, each) * unit for each in (more, more + 1)} - {0})
+        rule = f"{least} more than a multiple of {unit}" if least else f"a multiple of {unit}"
+        if least > unit:
+            rule = f"{least}, or a multiple of {unit} more,"
+        choices = " or ".join(map(str, fitting))
+        raise ValueError(f"{name} ({size}) must be {rule} for {reason}; use {choices}")
 
 
 def _to_unit(frames: Tensor, dtype: torch.dtype, shown: Tensor | None) -> Tensor:

@@ -184,7 +184,7 @@ def test_clips_and_sound_are_encoded_as_they_are_decoded(parts):
 
 
 def test_latent_frames_begin_anew_with_each_chunk():
-    frames = LatentFrames(4, chunk=5, last=2)
+    frames = LatentFrames(4, chunk=5, fewest=7, step=5)
     assert frames.starts(7).tolist() == [0, 1, 5, 9, 13, 17, 18] and frames.num_frames(7) == 22
     assert [frames.num_latents(each) for each in (22, 39, 124)] == [7, 12, 37]
     assert frames.numbers(22)[:, :2].tolist() == [[0, 1], [0, 2], [0, 3], [0, 4]]
@@ -206,7 +206,7 @@ def test_rows_and_places_of_another_frame_rate():
         [torch.zeros(1, 9, 8)],
         [],
         frame_rate=12.0,
-        latent_frames=LatentFrames(4, chunk=5, last=2),
+        latent_frames=LatentFrames(4, chunk=5, fewest=7, step=5),
         alpha=12.0,
         config={"patch_size": (1, 2, 2)},
         sound=sound,
