@@ -10,12 +10,16 @@ and b = 0.6, a clip x = 2 with noise ε = 8:
 So the trainer's loss, and the sampler's Euler steps, are those of these models too: a step along the path is the step
 of DDIM without noise of its own, and an error of v is one of the velocity times 1 / (a + b).
 
+Others answer ε, from which follows the velocity as well: of the point 4.57 and ε = 8 it is (8 − 4.57) / (1 − t) = 6,
+and an error of ε is one of the velocity times 1 − t. Their last level has some signal left, or it could not be told.
+
 Source: v-prediction: arXiv:2202.00512; no signal in the last level: arXiv:2305.08891; DDIM: arXiv:2010.02502.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,23 +30,29 @@ NUM_LEVELS = 1000
 
 @dataclass(frozen=True)
 class NoiseLevels:
-    """1,000 levels, from the least noise to noise alone: the roots of their β grow evenly."""
+    """1,000 levels, from the least noise to noise alone, or nearly, and what a model answers at them."""
 
     first_beta: float
     last_beta: float
+    # What grows evenly from level to level.
+    grows: Literal["root of beta", "beta"] = "root of beta"
+    # What the model answers: v, whose last level is noise alone; or the noise ε, whose last level is as β has it.
+    answer: Literal["v", "noise"] = "v"
 
     def times(self, alpha: float, device: torch.device | None = None) -> Tensor:
-        """[1000] ascending to 1, fp64: the time of each level, where noise counts α times as much as in `alpha` 1.
+        """[1000] ascending to 1, or nearly, fp64: the time of each, where noise counts α times as much as in `alpha` 1.
 
         A scheduler's `snr_shift_scale` is α².
         """
-        roots = torch.linspace(
-            self.first_beta**0.5, self.last_beta**0.5, NUM_LEVELS, dtype=torch.float64, device=device
-        )
-        signal = (1 - roots.square()).cumprod(0)  # a²
+        power = 0.5 if self.grows == "root of beta" else 1.0
+        ends = self.first_beta**power, self.last_beta**power
+        even = torch.linspace(*ends, NUM_LEVELS, dtype=torch.float64, device=device)
+        betas = even.square() if self.grows == "root of beta" else even
+        signal = (1 - betas).cumprod(0)  # a²
         a = (signal / (alpha**2 + (1 - alpha**2) * signal)).sqrt()
-        # The last level has none, and the first what it had.
-        a = (a - a[-1]) * (a[0] / (a[0] - a[-1]))
+        if self.answer == "v":
+            # The last level has none, and the first what it had.
+            a = (a - a[-1]) * (a[0] / (a[0] - a[-1]))
         b = (1 - a.square()).sqrt()
         return b / (a + b)
 
@@ -57,44 +67,51 @@ class NoiseLevels:
         return (known - times.to(known).unsqueeze(-1)).abs().argmin(-1)
 
     def sampled(self, num_steps: int, alpha: float) -> Tensor:
-        """The times that a sample passes, [num_steps + 1] from 1 to 0: evenly many levels apart, the last one first."""
+        """The times that a sample passes, [num_steps + 1] down to 0: evenly many levels apart, the last one first."""
         numbers = torch.tensor([round(NUM_LEVELS * (1 - step / num_steps)) - 1 for step in range(num_steps)])
         return torch.cat([self.times(alpha)[numbers], torch.zeros(1, dtype=torch.float64)])
 
+    def velocity(self, answer: Tensor, latents: Tensor, times: Tensor) -> Tensor:
+        """The velocity [B, C, t, h, w], in fp32 or more, at points of the path of this shape and `times` [B].
 
-def variance(times: Tensor) -> Tensor:
-    """1 / (a + b)² = (1 − t)² + t² at `times` [B]: that of a point of the path between a clip and noise of variance 1.
+        Args:
+            answer: the model's, v or ε, of the same shape.
+        """
+        exact = latents.to(_exact(latents))
+        if self.answer == "noise":
+            return (answer - exact) / _over(1 - times, exact)
+        root = _over(_variance(times).sqrt(), exact)
+        # b − a = (2t − 1) / root and a + b = 1 / root.
+        return (_over(2 * times - 1, exact) * (exact / root) + answer) / root
 
-    What an error of the velocity, squared, is multiplied by to be one of v.
-    """
-    return (1 - times).square() + times.square()
+    def weights(self, times: Tensor, min_snr: float = 0.0) -> Tensor:
+        """What an error of the velocity, squared, counts at `times` [B], [B].
 
+        It is one of the model's answer, which counts the same at every level; or with `min_snr` one of the clip that
+        follows from it, which counts min(SNR, min_snr). SNR is a² / b².
 
-def min_snr_weights(times: Tensor, most: float) -> Tensor:
-    """min(SNR, most) / (SNR + 1) at `times` [B], [B]: what an error of v, squared, counts. SNR is a² / b².
-
-    Source: arXiv:2303.09556.
-    """
-    snr = ((1 - times) / times).square()
-    return snr.clamp(max=most) / (snr + 1)
+        Source: arXiv:2303.09556.
+        """
+        if min_snr:
+            # A point of the path less t times the velocity is the clip.
+            return times.square() * ((1 - times) / times).square().clamp(max=min_snr)
+        return (1 - times).square() if self.answer == "noise" else _variance(times)
 
 
 def as_noisy(latents: Tensor, times: Tensor) -> Tensor:
     """Points of the path [B, C, t, h, w] at `times` [B] as the model gets them, y of the same shape and type."""
     exact = latents.to(_exact(latents))
-    return (exact / _over(variance(times).sqrt(), exact)).to(latents)
+    return (exact / _over(_variance(times).sqrt(), exact)).to(latents)
 
 
-def as_velocity(answer: Tensor, latents: Tensor, times: Tensor) -> Tensor:
-    """The velocity [B, C, t, h, w], in fp32 or more, at points of the path of this shape and `times` [B].
+def of_noise_alone(noise: Tensor, times: Tensor) -> Tensor:
+    """Where a sample begins, [B, C, t, h, w] at `times` [B]: the points of the path that a model gets as this noise."""
+    return noise * _over(_variance(times).sqrt(), noise)
 
-    Args:
-        answer: the model's, v, of the same shape.
-    """
-    exact = latents.to(_exact(latents))
-    root = _over(variance(times).sqrt(), exact)
-    # b − a = (2t − 1) / root and a + b = 1 / root.
-    return (_over(2 * times - 1, exact) * (exact / root) + answer) / root
+
+def _variance(times: Tensor) -> Tensor:
+    """1 / (a + b)² = (1 − t)² + t² at `times` [B]: that of a point of the path, of clip and noise of variance 1."""
+    return (1 - times).square() + times.square()
 
 
 def _exact(latents: Tensor) -> torch.dtype:

@@ -52,7 +52,6 @@ from opensora_accel.training.flow import (
     time_shift,
 )
 from opensora_accel.training.kept import CachedLatents, CaptionSource, KeptPictures
-from opensora_accel.training.levels import variance
 from opensora_accel.training.pictures import PictureEncoder, PictureStates, build_picture_encoder
 from opensora_accel.training.recipes import Inputs, Recipe
 from opensora_accel.training.sound import EncodedSound, SoundCodec
@@ -237,7 +236,7 @@ class Objective:
             partial(expert.predict, bucket=batch.bucket, captions=batch.captions, condition=batch.condition),
             batch.streams(self.config.seed, sound_alpha=self.sound_alpha(batch.bucket)),
             times,
-            weights=None if self.recipe.levels is None else variance(times),
+            weights=None if self.recipe.levels is None else self.recipe.levels.weights(times),
         )
 
     def predict(

@@ -171,10 +171,11 @@ def sample_latents(
             for without, velocity in zip(unconditional, conditional, strict=True)
         ]
 
+    times = recipe.sample_times(config.sample_steps, objective.time_shift(bucket))
     clips, *others = sample(
         guided,
-        noise,
-        recipe.sample_times(config.sample_steps, objective.time_shift(bucket)),
+        [recipe.start(noise[0], times), *noise[1:]],
+        times,
         [1.0, objective.sound_alpha(bucket)][: len(noise)],
     )
     # What was given in the place of noise is put back; what was given beside it, the model has made.

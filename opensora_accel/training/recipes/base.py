@@ -27,13 +27,7 @@ from opensora_accel.training.captions import TextShape, TextStates
 from opensora_accel.training.codec import LatentFrames
 from opensora_accel.training.conditions import Condition, Conditioning
 from opensora_accel.training.flow import TIMESTEPS, draw_times, loss_weights, shifted
-from opensora_accel.training.levels import (
-    NoiseLevels,
-    as_noisy,
-    as_velocity,
-    min_snr_weights,
-    variance,
-)
+from opensora_accel.training.levels import NoiseLevels, as_noisy, of_noise_alone
 from opensora_accel.training.pictures import PictureStates
 from opensora_accel.training.sections import FlowConfig
 from opensora_accel.training.sound import SoundShape, SoundTokens
@@ -174,7 +168,7 @@ class Recipe:
     # How latents go in, and come out: as a clip [B, C, t, h, w], as frames [B, t, C, h, w], with channels last
     # [B, t, h, w, C], or as tokens, each of the numbers of one of the model's patches [B, t·h·w / patch, C · patch].
     layout: Literal["clip", "frames", "channels last", "tokens"] = "clip"
-    # The noise levels that it was trained on, where it answers v and not a velocity; None of a model of flow.
+    # The noise levels that it was trained on, where it answers v or noise and not a velocity; None of a model of flow.
     levels: NoiseLevels | None = None
     # What a model without memory is made and called in, to try shapes; fakes where it asks what meta cannot answer.
     without_memory: Callable[[], AbstractContextManager[Any]] = lambda: torch.device("meta")
@@ -286,7 +280,7 @@ class Recipe:
         elif self.layout == "channels last":
             answer = answer.movedim(-1, 1)
         if self.levels is not None:
-            return as_velocity(answer, inputs.latents, inputs.timestep / TIMESTEPS)
+            return self.levels.velocity(answer, inputs.latents, inputs.timestep / TIMESTEPS)
         return self._signed(answer)
 
     def draw_times(self, config: FlowConfig, alpha: float, seed: int, positions: Sequence[int]) -> Tensor:
@@ -304,13 +298,15 @@ class Recipe:
         """What each of `times` [B] counts in the loss, [B]; None where all count 1."""
         if self.levels is None:
             return loss_weights(config, alpha, times)
-        # A model of noise levels learns v, whose error counts the same at every level, unless it is weighted.
-        weights = variance(times)
-        return weights * min_snr_weights(times, config.min_snr) if config.min_snr else weights
+        return self.levels.weights(times, config.min_snr)
 
     def sample_times(self, num_steps: int, alpha: float) -> Tensor:
         """The times that a sample passes, [num_steps + 1] from 1, or next to it, to 0."""
         return (self.times if self.levels is None else self.levels.sampled)(num_steps, alpha)
+
+    def start(self, noise: Tensor, times: Tensor) -> Tensor:
+        """Where a sample of clips begins, [B, C, t, h, w], of noise and the `times` that it passes."""
+        return noise if self.levels is None else of_noise_alone(noise, times[:1].to(noise.device))
 
 
 def to_patches(latents: Tensor, patch: tuple[int, int, int]) -> Tensor:
