@@ -25,6 +25,8 @@ LatentShape = tuple[int, int, int, int]
 
 # Mean and standard deviation, of red, green and blue in 0…1, by which pixels are made unit, where not −1…1 is meant.
 _PIXELS = {"AutoencoderKLMiniMaxH3": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
+# It works on tiles alone, which a clip must fill, and gives its frames before their channels.
+_TILED = "AutoencoderKLAllegro"
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ class Codec(Protocol):
     # Pixels along each side of a latent position.
     spatial: int
     latent_frames: LatentFrames
+    # Height and width of the smallest clip in pixels, and by how many another one is larger.
+    sides: tuple[tuple[int, int], tuple[int, int]]
     # What latents of frames that are given are multiplied by, where a model takes those in channels of their own.
     given_scale: float
 
@@ -118,6 +122,7 @@ class SpaceToDepth:
 
     def __init__(self, patch: int, dtype: torch.dtype):
         self.spatial, self.channels, self.dtype = patch, 3 * patch * patch, dtype
+        self.sides = (patch, patch), (patch, patch)
 
     def encode(self, frames: Tensor, shown: Tensor | None = None) -> Tensor:
         """frames: uint8 [B, T, H, W, 3], and which of them are shown [B, T] → latents [B, C, t, h, w]."""
@@ -161,8 +166,15 @@ class VideoVAE:
             raise ValueError(
                 f"{type(model).__name__} does not say how far it compresses; the VAEs used here are AutoencoderKLWan, "
                 "AutoencoderKLHunyuanVideo, AutoencoderKLLTXVideo, AutoencoderKLMochi, AutoencoderKLCogVideoX, "
-                "AutoencoderKLMagvit and AutoencoderKLMiniMaxH3"
+                "AutoencoderKLMagvit, AutoencoderKLAllegro and AutoencoderKLMiniMaxH3"
             )
+        self.sides = (spatial, spatial), (spatial, spatial)
+        if type(model).__name__ == _TILED:
+            model.enable_tiling()
+            (fewest, *least), (step, *more) = model.kernel, model.stride
+            self.sides = (least[0], more[0]), (least[1], more[1])
+            of_tile = {"fewest": fewest // temporal, "step": step // temporal}
+            self.latent_frames = LatentFrames(temporal, first=temporal, **of_tile)
         chunk = getattr(model, "tokens_chunk_size", None)
         if chunk is not None:
             if config["clip_length"] != 1 + (chunk - 1) * temporal:
@@ -224,7 +236,9 @@ class VideoVAE:
             # Such a decoder also takes noise away (LTX-Video 0.9.1); at 0 there is none.
             more = (torch.zeros(1, dtype=latents.dtype, device=latents.device),)
         # One by one too: no more memory than training has taken to encode them.
-        frames = (self.model.decode(clip, *more).sample.transpose(1, 2) for clip in latents.split(1))
+        frames = (self.model.decode(clip, *more).sample for clip in latents.split(1))
+        if type(self.model).__name__ != _TILED:
+            frames = (each.transpose(1, 2) for each in frames)
         moments = self._pixels(mean)
         if moments is not None:
             frames = (each.float() * moments[1] + moments[0] for each in frames)
@@ -267,8 +281,8 @@ def latent_shape(codec: Codec, num_frames: int, height: int, width: int) -> Late
         ValueError: the sizes of the clip do not fit the codec.
     """
     num_latents = codec.latent_frames.num_latents(num_frames)
-    for name, size in (("height", height), ("width", width)):
-        check_multiple(f"data.{name}", size, codec.spatial, "the codec")
+    for name, size, (least, more) in zip(("height", "width"), (height, width), codec.sides, strict=True):
+        check_multiple(f"data.{name}", size, more, "the codec", 0 if least == more else least)
     return (
         codec.channels,
         num_latents,

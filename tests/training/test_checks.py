@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from diffusers import AllegroPipeline
 
 from opensora_accel import Plan, init_parallel
 from opensora_accel.observe.fakes import fake_world
@@ -129,6 +130,13 @@ def test_kandinskys_captions_are_cleaned_as_its_pipeline_does():
         # What ftfy would mend beside is not here.
         expected = whitespace_clean(html.unescape(html.unescape(caption)).strip())
         assert reads(caption) == expected
+
+
+def test_allegros_captions_are_read_as_its_pipeline_does():
+    """Without the cleaning of texts from the web, which it does where two more packages are installed."""
+    reads = RECIPES["AllegroTransformer3DModel"].text[0].reads
+    for caption in (" Two\n BIRDS ", "Plain", ""):
+        assert [reads(caption)] == AllegroPipeline._text_preprocessing(None, caption)
 
 
 def test_padding_that_a_pipeline_does_not_give_is_warned_of(tmp_path, caplog):

@@ -60,6 +60,7 @@ SHIFTS = {
     "Kandinsky5Transformer3DModel": 5.0,
     "CosmosTransformer3DModel": 5.0,
     "EasyAnimateTransformer3DModel": 5.0,
+    "AllegroTransformer3DModel": "auto",
 }
 
 
@@ -71,7 +72,9 @@ def steps(config):
 
 def tiny(config, name, folder):
     """Two steps of what was written, on clips of the size of a family's test."""
-    clips = write_clips(folder / "clips", num_frames=13, with_sound=bool(config.codec.sound_path))
+    clips = write_clips(
+        folder / "clips", num_frames=max(13, EVERY[name].size[0]), with_sound=bool(config.codec.sound_path)
+    )
     lines = [json.dumps({"file": f"{n}.mp4", "caption": CAPTIONS[n % 2]}) for n in range(5)]
     (clips / "metadata.jsonl").write_text("\n".join(lines))
     num_frames, height, width = EVERY[name].size

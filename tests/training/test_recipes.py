@@ -35,6 +35,7 @@ from opensora_accel.training.sound import SpectrumVAE
 from tests.tiers import CPU_AND_GPU, PROVE, some
 from tests.training.language import byt5, clip, gemma, gemma3, llama, qwen, qwen2
 from tests.training.vaes import (
+    allegro_vae,
     cogvideox_vae,
     easyanimate_vae,
     hunyuan_video15_vae,
@@ -78,6 +79,15 @@ LEVELS = {
     "timestep_spacing": "trailing",
     "rescale_betas_zero_snr": True,
     "clip_sample": False,
+}
+NOISE_LEVELS = {
+    "prediction_type": "epsilon",
+    "beta_schedule": "linear",
+    "beta_start": 0.0001,
+    "beta_end": 0.02,
+    "timestep_spacing": "trailing",
+    "clip_sample": False,
+    "snr_shift_scale": 1.0,
 }
 LTX = {
     "use_dynamic_shifting": True,
@@ -127,6 +137,8 @@ FAMILIES = {
         (13, 32, 48),
         config={**ROTARY, "patch_size_t": 2, "patch_bias": False},
     ),
+    # Of two tiles.
+    "AllegroTransformer3DModel": Family(allegro_vae, NOISE_LEVELS, "auto", (24, 128, 176)),
     # Its pipeline pads captions to so many tokens, and the model sees them.
     "EasyAnimateTransformer3DModel": Family(easyanimate_vae, {"shift": 5.0}, 5.0, (9, 32, 48), length=256),
     "HunyuanVideoTransformer3DModel": Family(
@@ -295,8 +307,15 @@ def encoders(name):
 
 def exact_scheduler(options, times):
     """A scheduler of diffusers. One of flow is held against our times, and gets them: its own are rounded to fp32."""
-    if options.get("prediction_type") == "v_prediction":
-        return diffusers.CogVideoXDDIMScheduler(**options)
+    if options.get("prediction_type") in ("v_prediction", "epsilon"):
+        scheduler = diffusers.CogVideoXDDIMScheduler(**options)
+        if options.get("beta_schedule") == "linear":
+            ends = options["beta_start"], options["beta_end"]
+            signal = (1 - torch.linspace(*ends, 1000, dtype=torch.float64)).cumprod(0)
+            # Its own are rounded to fp32.
+            torch.testing.assert_close(scheduler.alphas_cumprod.double(), signal, atol=1e-6, rtol=1e-4)
+            scheduler.alphas_cumprod = signal
+        return scheduler
     of_euler = "solver_order" not in options
     base = FlowMatchEulerDiscreteScheduler if of_euler else UniPCMultistepScheduler
 
@@ -386,6 +405,11 @@ def setting(name, vae=None, frame=None):
     return SimpleNamespace(
         objective=objective, pipeline=pipeline, bucket=bucket, shape=shape, given=family.given
     )
+
+
+def as_laid_out(made, latents):
+    """[B, C, t, h, w], or frames before channels where its model has them so."""
+    return latents.transpose(1, 2) if made.objective.recipe.layout == "frames" else latents
 
 
 def as_given(made, latents):
@@ -672,8 +696,8 @@ def test_frames_are_the_pipelines(name, kind):
     made = setting(name, vae)
     noise = torch.randn(2, *made.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with without_rounding():
-        if class_of(name) == "HunyuanVideo15Transformer3DModel":
-            # Its VAE decodes one clip at a time, or fails (diffusers 0.42).
+        if class_of(name) in ("HunyuanVideo15Transformer3DModel", "AllegroTransformer3DModel"):
+            # Their VAEs decode one clip at a time, or fail (diffusers 0.42).
             each = zip(noise.split(1), CAPTIONS, strict=True)
             expected = numpy.concatenate([by_pipeline(made, one, "np", [caption]) for one, caption in each])
         else:
@@ -697,12 +721,19 @@ def test_what_is_encoded_is_decoded(name):
     with torch.no_grad():
         raw = codec.model.encode(pixels).latent_dist.mode()
         expected = codec.model.decode(raw).sample
+        if name == "AllegroTransformer3DModel":
+            expected = expected.transpose(1, 2)
     levels = ((expected.clamp(-1, 1) + 1) * 127.5).round().permute(0, 2, 3, 4, 1).int()
     assert (codec.decode(latents).int() - levels).abs().max() <= 1
     assert not torch.allclose(latents.double(), raw, atol=0.1), "its statistics do something"
 
 
-WITH_T5_ALONE = ("LTXVideoTransformer3DModel", "MochiTransformer3DModel", "CogVideoXTransformer3DModel, 5B")
+WITH_T5_ALONE = (
+    "LTXVideoTransformer3DModel",
+    "MochiTransformer3DModel",
+    "CogVideoXTransformer3DModel, 5B",
+    "AllegroTransformer3DModel",
+)
 
 
 @pytest.mark.parametrize("name", WITH_T5_ALONE)
@@ -717,7 +748,7 @@ def test_text_is_the_pipelines(name):
         assert torch.equal(found, states) and text.num_tokens(CAPTIONS) == [8, 8]
         return
     assert mask.sum(1).tolist() == text.num_tokens(CAPTIONS) and 0 < mask.sum() < mask.numel()
-    assert torch.equal(found[mask], states[mask])
+    assert torch.equal(found[mask.bool()], states[mask.bool()])
 
 
 def test_states_in_a_template_and_of_the_whole_are_the_pipelines():
@@ -765,10 +796,11 @@ def test_states_of_what_stands_in_quotes_are_the_pipelines():
     assert found[3].sum(1).tolist() == [12, 0, 0, 27]
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("CogVideoX")])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if RECIPES[class_of(name)].levels])
 def test_levels_of_noise_are_learned_as_their_scheduler_has_them(name):
-    """The loss of a velocity, at a time, is that of v, at a level: of the same noise, as its scheduler adds it."""
+    """The loss of a velocity, at a time, is that of v or ε, at a level: of the same noise, as its scheduler adds it."""
     made = setting(name)
+    answers_noise = made.objective.recipe.levels.answer == "noise"
     objective, scheduler, bucket = made.objective, made.pipeline.scheduler, made.bucket
     rng = torch.Generator().manual_seed(1)
     clean = torch.randn(4, *made.shape, dtype=torch.float64, generator=rng)
@@ -782,12 +814,12 @@ def test_levels_of_noise_are_learned_as_their_scheduler_has_them(name):
         found = objective.loss(batch)
         (given,) = called
         levels, noise = given["timestep"], draw_noise(clean, objective.config.seed, range(4))
-        frames = [each.transpose(1, 2) for each in (clean, noise)]
+        frames = [as_laid_out(made, each) for each in (clean, noise)]
         torch.testing.assert_close(
             given["hidden_states"], scheduler.add_noise(*frames, levels), rtol=0, atol=1e-12
         )
         (answer,) = objective.model(**given)
-        errors = answer - scheduler.get_velocity(*frames, levels)
+        errors = answer - (frames[1] if answers_noise else scheduler.get_velocity(*frames, levels))
         objective.config = dataclasses.replace(
             objective.config, flow=dataclasses.replace(objective.config.flow, min_snr=5.0)
         )
@@ -795,16 +827,20 @@ def test_levels_of_noise_are_learned_as_their_scheduler_has_them(name):
     assert len(set(levels.tolist())) == 4
     torch.testing.assert_close(found, errors.square().mean(), rtol=1e-12, atol=0)
     snr = scheduler.alphas_cumprod / (1 - scheduler.alphas_cumprod)
-    weights = (snr.clamp(max=5.0) / (snr + 1))[levels.cpu()].double()
+    weights = (snr.clamp(max=5.0) / (snr if answers_noise else snr + 1))[levels.cpu()].double()
     expected = (weights * errors.square().flatten(1).mean(1)).mean()
     torch.testing.assert_close(weighted, expected, rtol=1e-5, atol=0)
 
 
-def test_the_last_level_is_noise_alone_and_every_level_is_found_again():
-    levels = RECIPES["CogVideoXTransformer3DModel"].levels
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.levels])
+def test_the_last_level_is_noise_alone_and_every_level_is_found_again(name):
+    levels = RECIPES[name].levels
     for alpha in (1.0, 3**0.5):
         times = levels.times(alpha)
-        assert times[-1] == 1.0 and (times.diff() > 0).all() and 0 < times[0] < 0.05
+        # Of one that answers noise the last level has some signal left.
+        last = 1.0 if levels.answer == "v" else 1 / (1 + 0.00635 / alpha)
+        assert times[-1] == pytest.approx(last, abs=1e-5 * (levels.answer == "noise"))
+        assert (times.diff() > 0).all() and 0 < times[0] < 0.05
         # As rounded as a step in fp32 has them.
         assert torch.equal(levels.numbers(times.float(), alpha), torch.arange(1000))
     assert levels.at(torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64), 1.0).tolist() == [
@@ -826,6 +862,22 @@ def test_what_nothing_uses_has_a_gradient_all_the_same(name):
     assert num_without()
     objective.recipe.use_all(objective.model)
     assert num_without() == 0
+
+
+def test_clips_fill_the_tiles_of_a_vae_that_works_on_these():
+    codec = VideoVAE(allegro_vae())
+    frames = codec.latent_frames
+    assert frames.starts(6).tolist() == [0, 4, 8, 12, 16, 20] and frames.num_frames(22) == 88
+    assert frames.numbers(24)[:, -1].tolist() == [20, 21, 22, 23] and frames.num_latents(88) == 22
+    assert latent_shape(codec, 88, 720, 1280) == (4, 22, 90, 160)
+    for size, message in (
+        ((20, 128, 128), r"data\.num_frames \(20\) must be 24, or a multiple of 16 more, .* use 24$"),
+        ((28, 128, 128), r"use 24 or 40$"),
+        ((24, 64, 128), r"data\.height \(64\) must be 128, or a multiple of 8 more, for the codec; use 128$"),
+        ((24, 128, 200), r"data\.width \(200\) must be 128, or a multiple of 48 more, .* use 176 or 224$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            latent_shape(codec, *size)
 
 
 def test_every_recipe_says_what_its_constructor_takes():

@@ -83,6 +83,12 @@ def cogvideox_vae(**given):
     return diffusers.AutoencoderKLCogVideoX(**sizes, norm_num_groups=2, **given)
 
 
+def allegro_vae():
+    """Of tiles of 24 × 128 × 128, the next of which are 16 frames, 8 rows and 48 columns on."""
+    sizes = {"block_out_channels": (4, 4, 4, 4), "layers_per_block": 1, "norm_num_groups": 2}
+    return diffusers.AutoencoderKLAllegro(sample_size=128, **sizes)
+
+
 def easyanimate_vae():
     sizes = {"block_out_channels": (4, 4, 4, 4), "layers_per_block": 1, "norm_num_groups": 2}
     return diffusers.AutoencoderKLMagvit(latent_channels=4, **sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from opensora_accel.training.recipes import (
+    allegro,
     cogvideox,
     cosmos,
     easyanimate,
@@ -30,6 +31,7 @@ RECIPES: dict[str, Recipe] = {
         *(
             module.RECIPE
             for module in (
+                allegro,
                 ltx,
                 ltx2,
                 minimax_h3,
