@@ -84,7 +84,11 @@ RECIPE = Recipe(
     frames=(Conditioning("latents", "latent frames", always=True, mask_alone=True),),
     text=(
         TextStates(
-            encoders=("qwen2_5_vl", "qwen2_5_vl_text"), template=_TEMPLATE, layer="all", padding="kept"
+            encoders=("qwen2_5_vl", "qwen2_5_vl_text"),
+            template=_TEMPLATE,
+            layer="all",
+            masked=False,
+            padding="kept",
         ),
     ),
     times=_times,
