@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
 
 from opensora_accel import Plan
 from opensora_accel.training.buckets import Bucket, batch_sizes, bucket_of, cropped_share, parse_buckets
@@ -487,27 +488,33 @@ def test_a_buckets_settings_are_proven_as_well(folder, tmp_path):
     assert TrueSize.of(config).plan == config.plans[Bucket(9, 24, 40)]
 
 
-def seconds_of_steps(config):
-    """Of this rank's thread, which has none while it waits for others."""
+def work_of_steps(config):
+    """Of this rank: tokens and floating-point operations of the first steps, and of more the seconds of its thread.
+
+    The thread has none while it waits for others.
+    """
     from opensora_accel.training.loop import Trainer
 
-    trainer, seconds, tokens = Trainer(config), [], []
-    for _ in range(48):
+    trainer, seconds, tokens, operations = Trainer(config), [], [], []
+    for _ in range(16):
+        with FlopCounterMode(display=False) as counter:
+            tokens.append(trainer.step()["tokens"])
+        operations.append(counter.get_total_flops())
+    for _ in range(32):
         start = time.thread_time()
-        tokens.append(trainer.step()["tokens"])
+        trainer.step()
         seconds.append(time.thread_time() - start)
-    return tokens, seconds
+    return tokens, operations, seconds
 
 
-@pytest.mark.alone
-def test_data_ranks_take_equally_long(folder, tmp_path, ranks):
-    """Six buckets in one run; the first step of each is warm-up."""
+def test_data_ranks_compute_equally_much(folder, tmp_path, ranks):
+    """Six buckets in one run. Times, which a machine that others use blurs, are printed: 1 to 6 % apart."""
     sizes = ["1x32x32", "1x64x64", "5x24x40", "9x24x40", "5x40x24", "9x40x24:8"]
     plan = Plan(dp_replicate=2)
     model = {**TINY_WAN, "num_attention_heads": 8, "attention_head_dim": 32, "ffn_dim": 512}
     changes = {"data.buckets": sizes, "data.batch_size": 8, "steps": 120, "model.config": model}
-    (tokens, first), (_, second) = ranks(2, seconds_of_steps, mixed_config(folder, tmp_path, plan, **changes))
-    warm = [n for n, number in enumerate(tokens) if number in tokens[:n]]
-    apart = [abs(first[n] - second[n]) / max(first[n], second[n]) for n in warm]
+    config = mixed_config(folder, tmp_path, plan, **changes)
+    (tokens, operations, first), (_, of_other, second) = ranks(2, work_of_steps, config)
+    assert operations == of_other and len(set(operations)) > 2 and len(set(tokens)) > 2
+    apart = [abs(one - other) / max(one, other) for one, other in zip(first, second, strict=True)]
     print(f"two data ranks are {statistics.median(apart):.1%} apart in the median of {len(apart)} steps")
-    assert statistics.median(apart) <= 0.05
