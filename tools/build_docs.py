@@ -36,7 +36,7 @@ CONTENTS = {
             "norms",
             "collectives",
         ),
-        *("planner", "verify", "watching", "profiling", "saved_state", "colossalai"),
+        *("planner", "verify", "watching", "profiling", "saved_state", "minimax_h3", "colossalai"),
     ],
     "Reference": ["names", "api", "sharding", "changelog"],
     "How it works": ["architecture", "faults", "contributing"],
