@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opensora_accel.training.captions import TextStates
 from opensora_accel.training.levels import NoiseLevels
-from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes
+from opensora_accel.training.recipes.base import Inputs, Recipe, derive_projected
 
 
 def _rotary(inputs: Inputs) -> tuple[tuple[tuple[Tensor, Tensor], ...], tuple[Tensor, ...]]:
@@ -35,16 +35,6 @@ def _rotary(inputs: Inputs) -> tuple[tuple[tuple[Tensor, Tensor], ...], tuple[Te
     return tuple(tables), tuple(each.reshape(1, -1) for each in places)
 
 
-def _derive(sizes: Sizes) -> dict[str, Any]:
-    return {
-        "in_channels": sizes.input_channels,
-        "out_channels": sizes.channels,
-        "caption_channels": sizes.texts[0].width,
-        # Captions are projected to the width of the transformer before they are attended to.
-        "cross_attention_dim": sizes.arguments["num_attention_heads"] * sizes.arguments["attention_head_dim"],
-    }
-
-
 RECIPE = Recipe(
     models=("AllegroTransformer3DModel",),
     pipeline="AllegroPipeline",
@@ -54,7 +44,7 @@ RECIPE = Recipe(
         "encoder_attention_mask": "text_mask",
         "image_rotary_emb": _rotary,
     },
-    derive=_derive,
+    derive=derive_projected,
     text=(TextStates(reads=lambda caption: caption.lower().strip()),),
     # Those of DDPMScheduler, with which it was trained (rhymes-ai/Allegro, train.py).
     levels=NoiseLevels(0.0001, 0.02, grows="beta", answer="noise"),

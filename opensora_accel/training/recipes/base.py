@@ -309,6 +309,16 @@ class Recipe:
         return noise if self.levels is None else of_noise_alone(noise, times[:1].to(noise.device))
 
 
+def derive_projected(sizes: Sizes) -> dict[str, Any]:
+    """Arguments of a model that projects captions to the width of its transformer before it attends to them."""
+    return {
+        "in_channels": sizes.input_channels,
+        "out_channels": sizes.channels,
+        "caption_channels": sizes.texts[0].width,
+        "cross_attention_dim": sizes.arguments["num_attention_heads"] * sizes.arguments["attention_head_dim"],
+    }
+
+
 def to_patches(latents: Tensor, patch: tuple[int, int, int]) -> Tensor:
     """[B, C, t, h, w] → [B, n, C · patch], a token of the numbers of each patch (time, height, width)."""
     for dim, size in zip((4, 3, 2), reversed(patch), strict=True):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from opensora_accel.training.captions import TextStates
 from opensora_accel.training.conditions import Conditioning
-from opensora_accel.training.recipes.base import Recipe, Sizes
+from opensora_accel.training.recipes.base import Recipe, derive_projected
 
 # Source: diffusers, SanaVideoPipeline.__call__, complex_human_instruction.
 _TEMPLATE = "\n".join(
@@ -31,16 +29,6 @@ _TEMPLATE = "\n".join(
 )
 
 
-def _derive(sizes: Sizes) -> dict[str, Any]:
-    return {
-        "in_channels": sizes.input_channels,
-        "out_channels": sizes.channels,
-        "caption_channels": sizes.texts[0].width,
-        # Captions are projected to the width of the transformer before they are attended to.
-        "cross_attention_dim": sizes.arguments["num_attention_heads"] * sizes.arguments["attention_head_dim"],
-    }
-
-
 RECIPE = Recipe(
     models=("SanaVideoTransformer3DModel",),
     pipeline="SanaVideoPipeline",
@@ -49,7 +37,7 @@ RECIPE = Recipe(
         "encoder_hidden_states": "text",
         "encoder_attention_mask": "text_mask",
     },
-    derive=_derive,
+    derive=derive_projected,
     frames=(Conditioning("latents"),),
     text=(
         TextStates(
