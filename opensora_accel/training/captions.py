@@ -10,43 +10,13 @@ end; and what CLIP makes of the caption as a whole:
 from __future__ import annotations
 
 import dataclasses
-import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opensora_accel.documents import read_json
-from opensora_accel.training.codec import VAE_STEM
-from opensora_accel.training.pretrained import (
-    PRETRAINED_DTYPES,
-    load_pretrained,
-    read_description,
-    unloadable,
-    with_defaults,
-)
-from opensora_accel.training.sections import TextConfig
-
-# How transformers names the files of weights.
-TEXT_STEM = "model"
-_VOCABULARY = 2048
-_VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json")
-# Files that were saved with a head, or by an older release, have one of these before each name.
-_PREFIXES = {
-    "llama": ("model.",),
-    "gemma2": ("model.",),
-    # The reading part of a model that sees pictures too.
-    "gemma3_text": ("language_model.model.", "model.language_model.", "model."),
-    "qwen2_vl_text": ("model.language_model.", "language_model.model.", "model."),
-    "qwen2_5_vl_text": ("model.language_model.", "language_model.model.", "model."),
-    "qwen3_vl_text": ("model.language_model.", "language_model.", "model."),
-    "clip_text_model": ("text_model.",),
-}
 # What the standard deviation of a layer's state is raised by, where all are taken.
 _LEAST_DEVIATION = 1e-8
 # Captions, and words, that are looked at.
@@ -154,9 +124,9 @@ class TextEncoder:
 
     @property
     def shape(self) -> TextShape:
-        width = _width_of(self.model.config, self.taken)
+        width = width_of(self.model.config, self.taken)
         if self.connectors is not None:
-            width = _width_of_connectors(self.connectors.config)
+            width = width_of_connectors(self.connectors.config)
         elif self.taken.connectors:
             width *= 2
         return TextShape(1 if self.taken.pooled else self._length, width)
@@ -312,128 +282,7 @@ class TextEncoder:
             )
 
 
-def build_text_encoder(
-    config: TextConfig,
-    tokenizer_json: str,
-    seed: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    taken: Sequence[TextStates] = (TextStates(),),
-    number: int = 0,
-    *,
-    outline: bool = False,
-) -> TextEncoder:
-    """The encoder of a folder; without one a small, randomly initialised T5 over `tokenizer_json`.
-
-    A pretrained one has `config.dtype`. The small one has `dtype`, that of the run: it is drawn and not published, its
-    size is nothing, and so a run in fp64 has no rounding in it.
-
-    Args:
-        taken: which states a family takes, of each of its encoders.
-        number: which of them, 0 or 1.
-        outline: of an encoder from a folder, only its tokenizer and sizes; it takes no memory, and cannot compute.
-
-    Raises:
-        FileNotFoundError, ValueError: the folder holds no such encoder with its tokenizer.
-    """
-    if config.path:
-        return _load(config, taken[number], *text_paths(config, taken)[number], None if outline else device)
-    return _small(config, taken[number].of_small_encoder, tokenizer_json, seed + number, device, dtype)
-
-
-def text_paths(config: TextConfig, taken: Sequence[TextStates]) -> list[tuple[str, str]]:
-    """Option and folder of each encoder that a family takes states of.
-
-    Raises:
-        ValueError: there is one too many, or too few.
-    """
-    both = ("text.path", config.path), ("text.path_2", config.path_2)
-    if taken[0].connectors and not config.path_2:
-        raise ValueError(
-            f"this model takes what {' or '.join(taken[0].connectors)} makes of the encoder's states; set text.path_2 "
-            f"to its folder, as connectors beside {config.path}"
-        )
-    if len(taken) == 2 and not config.path_2:
-        raise ValueError(
-            f"this model takes states of two encoders; set text.path_2 to the folder of the second, of type "
-            f"{' or '.join(taken[1].encoders)}, as text_encoder_2 beside {config.path}"
-        )
-    if len(taken) == 1 and config.path_2 and not taken[0].connectors:
-        raise ValueError("this model takes states of one encoder; leave text.path_2 out")
-    return list(both[: len(taken)])
-
-
-def text_shapes(config: TextConfig, taken: Sequence[TextStates]) -> list[TextShape]:
-    """Of the states of each encoder that `build_text_encoder` gives, without loading one."""
-    widths = [config.width * (2 if each.connectors else 1) for each in taken]
-    if config.path:
-        folders = zip(taken, text_paths(config, taken), strict=True)
-        widths = [
-            _width_of_connectors(_connectors_of(config, each))
-            if each.connectors
-            else _width_of(_config_of(*named, each), each)
-            for each, named in folders
-        ]
-    return [
-        TextShape(1 if each.pooled else each.length or config.length, width)
-        for each, width in zip(taken, widths, strict=True)
-    ]
-
-
-def _small(
-    config: TextConfig,
-    taken: TextStates,
-    tokenizer_json: str,
-    seed: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> TextEncoder:
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
-
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(tokenizer_json),
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="<unk>",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        model: Any = T5EncoderModel(
-            T5Config(
-                vocab_size=len(tokenizer),
-                d_model=config.width,
-                d_kv=max(8, config.width // 4),
-                d_ff=2 * config.width,
-                num_layers=2,
-                num_heads=4,
-                feed_forward_proj="gated-gelu",
-                dropout_rate=0.0,
-            )
-        )
-    return TextEncoder(tokenizer, model.to(device, dtype), taken.length or config.length, taken)
-
-
-def train_tokenizer(captions: Sequence[str]) -> str:
-    """A BPE tokenizer over these captions, as the JSON of the `tokenizers` library.
-
-    BPE, because a seed must give one run: the Unigram and WordPiece trainers of tokenizers 0.23 give another
-    vocabulary each time (three runs, three results, 2026-11).
-    """
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    special = ["<pad>", "</s>", "<unk>"]
-    trainer = trainers.BpeTrainer(vocab_size=_VOCABULARY, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator(sorted(set(captions)), trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return tokenizer.to_str()
-
-
-def _width_of(config: Any, taken: TextStates) -> int:
+def width_of(config: Any, taken: TextStates) -> int:
     """How wide the states are that are taken of an encoder, by its configuration."""
     width = int(config.d_model if hasattr(config, "d_model") else config.hidden_size)
     return width * int(config.num_hidden_layers) if taken.layer == "all" else width
@@ -453,151 +302,10 @@ def _states_of(output: Any, layer: int | Literal["all"] | None) -> Tensor:
     return states
 
 
-def _width_of_connectors(config: Any) -> int:
+def width_of_connectors(config: Any) -> int:
     """How wide states for clips and for sound are, side by side."""
     sizes = (
         config[f"{stream}_connector_num_attention_heads"] * config[f"{stream}_connector_attention_head_dim"]
         for stream in ("video", "audio")
     )
     return int(sum(sizes))
-
-
-def _connectors_class(name: str) -> Any:
-    from diffusers.pipelines import ltx2
-
-    return getattr(ltx2, name)
-
-
-def _connectors_of(config: TextConfig, taken: TextStates) -> dict[str, Any]:
-    """The configuration of the connectors in `text.path_2`.
-
-    Raises:
-        FileNotFoundError, ValueError: there are none of the classes that the family takes, or not for this length.
-    """
-    what = " or ".join(taken.connectors)
-    description = read_description("text.path_2", config.path_2, f"a diffusers {what}")
-    if description.get("_class_name") not in taken.connectors:
-        name = description.get("_class_name")
-        raise ValueError(f"text.path_2 {config.path_2} holds {name!r}; what this model takes is {what}")
-    description = with_defaults(_connectors_class(description["_class_name"]), description)
-    units = [description[f"{stream}_connector_num_learnable_registers"] for stream in ("video", "audio")]
-    if not all(units):
-        raise ValueError(
-            f"text.path_2 {config.path_2} has learned nothing in place of padding (num_learnable_registers), which no "
-            f"published {what} lacks; copy the folder again, whole"
-        )
-    if config.length % math.lcm(*units):
-        raise ValueError(
-            f"text.length ({config.length}) must be a multiple of {math.lcm(*units)}, the states that {what} has "
-            "learned in place of padding; use 1024, as it was trained"
-        )
-    return description
-
-
-def _classes() -> dict[str, Any]:
-    """Encoders by the types that transformers gives them."""
-    from transformers import (
-        CLIPTextModel,
-        Gemma2Model,
-        Gemma3TextModel,
-        LlamaModel,
-        Qwen2_5_VLTextModel,
-        Qwen2VLTextModel,
-        Qwen3VLTextModel,
-        T5EncoderModel,
-        UMT5EncoderModel,
-    )
-
-    return {
-        "t5": T5EncoderModel,
-        "umt5": UMT5EncoderModel,
-        "llama": LlamaModel,
-        "gemma2": Gemma2Model,
-        "gemma3_text": Gemma3TextModel,
-        "clip_text_model": CLIPTextModel,
-        "qwen2_vl_text": Qwen2VLTextModel,
-        "qwen2_5_vl_text": Qwen2_5_VLTextModel,
-        "qwen3_vl_text": Qwen3VLTextModel,
-    }
-
-
-def _config_of(option: str, folder: str, taken: TextStates) -> Any:
-    """The configuration of the encoder in a folder, as its class has it.
-
-    Raises:
-        FileNotFoundError, ValueError: there is none of the types that the family takes.
-    """
-    from transformers import CONFIG_MAPPING
-
-    wanted = " or ".join(taken.encoders)
-    description = read_description(option, folder, f"an encoder of type {wanted}")
-    kind = description.get("model_type")
-    if kind not in taken.encoders:
-        raise ValueError(f"{option} {folder} holds a {kind!r} model; what this model takes is {wanted}")
-    whole = CONFIG_MAPPING[kind]
-    # Of one that sees pictures too the part that reads is taken. Older files have its sizes beside the others.
-    cls = _classes()[kind if kind in _classes() else whole.sub_configs["text_config"].model_type]
-    try:
-        config = whole.from_dict(description).get_text_config()
-    except Exception as error:  # whatever it raises for values that do not work
-        raise unloadable(cls, option, folder, error) from error
-    if isinstance(taken.layer, int) and config.num_hidden_layers <= taken.layer:
-        raise ValueError(
-            f"{option} {folder} has {config.num_hidden_layers} layers, and what this model takes is given by the "
-            f"{taken.layer}th, below its end; choose the encoder of the model's pipeline"
-        )
-    if isinstance(taken.layer, int) and taken.layer >= 0:
-        # What lies above is read by nobody. One layer more, or the state would be behind the last norm.
-        config.num_hidden_layers = taken.layer + 1
-    return config
-
-
-def _has_vocabulary(folder: Path) -> bool:
-    """Whether there is a tokenizer. Without a vocabulary transformers makes one all the same, of nothing but <unk>."""
-    if any((folder / name).is_file() for name in _VOCABULARIES):
-        return True
-    # One of bytes has none.
-    path = folder / "tokenizer_config.json"
-    return path.is_file() and read_json(path, dict[str, Any]).get("tokenizer_class") == "ByT5Tokenizer"
-
-
-def _load(
-    config: TextConfig, taken: TextStates, option: str, path: str, device: torch.device | None
-) -> TextEncoder:
-    from transformers import AutoTokenizer
-
-    description = _config_of(option, path, taken)
-    cls = _classes()[description.model_type]
-    # Its tokenizer lies in the encoder's own folder, or beside it: diffusers has text_encoder and tokenizer,
-    # text_encoder_2 and tokenizer_2.
-    own, absolute = Path(path), Path(os.path.abspath(path))
-    beside = absolute.with_name(absolute.name.replace("text_encoder", "tokenizer"))
-    places = [place for place in (own, beside) if _has_vocabulary(place)]
-    if not places:
-        raise FileNotFoundError(
-            f"{option} {own} has no tokenizer: there is no {' or '.join(_VOCABULARIES)} in it"
-            f"{f' or in {beside}' if beside != absolute else ''}; put the files of its tokenizer there"
-        )
-    folder = places[0]
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise unloadable(AutoTokenizer, option, folder, error) from error
-    dtype = PRETRAINED_DTYPES[config.dtype]
-    model = load_pretrained(
-        cls, lambda: cls(description), option, path, TEXT_STEM, dtype, device,
-        prefixes=_PREFIXES.get(description.model_type, ()),
-    )  # fmt: skip
-    connectors = None
-    if taken.connectors:
-        connectors = _load_connectors(config, taken, dtype, device)
-    return TextEncoder(tokenizer, model, taken.length or config.length, taken, option, connectors)
-
-
-def _load_connectors(
-    config: TextConfig, taken: TextStates, dtype: torch.dtype, device: torch.device | None
-) -> Any:
-    description = _connectors_of(config, taken)
-    cls = _connectors_class(description["_class_name"])
-    make = partial(cls.from_config, description)
-    return load_pretrained(cls, make, "text.path_2", config.path_2, VAE_STEM, dtype, device)

@@ -25,7 +25,7 @@ from opensora_accel.parallel_states import get_data_parallel_group, init_paralle
 from opensora_accel.profiler import profile, write_run_page
 from opensora_accel.regions import region
 from opensora_accel.training import build
-from opensora_accel.training.captions import TextEncoder, build_text_encoder, train_tokenizer
+from opensora_accel.training.captions import TextEncoder
 from opensora_accel.training.codec import build_codec
 from opensora_accel.training.config import ProfileOptions, TrainConfig
 from opensora_accel.training.data import ClipLoader
@@ -51,6 +51,7 @@ from opensora_accel.training.saved_state import (
 )
 from opensora_accel.training.sound import build_sound_codec, sound_shape
 from opensora_accel.training.stored import Stored, open_disk_cache
+from opensora_accel.training.text_encoders import build_text_encoder, train_tokenizer
 from opensora_accel.training.validation import fixed_times, validation_losses
 from shardformer import parallelize, save_lora
 from shardformer.comfyui import write_comfyui_lora

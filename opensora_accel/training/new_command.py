@@ -17,11 +17,11 @@ from opensora_accel.documents import read_json
 from opensora_accel.files import check_folder_of, replacing
 from opensora_accel.plan import Plan
 from opensora_accel.training import build
-from opensora_accel.training.captions import text_shapes
 from opensora_accel.training.codec import build_codec
 from opensora_accel.training.config import AUTO_PLAN, TrainConfig, config_from_dict, load_config
 from opensora_accel.training.recipes import Recipe, check_recipe, patches_of
 from opensora_accel.training.sections import CodecConfig, ModelConfig
+from opensora_accel.training.text_encoders import text_shapes
 
 # A line of the file: an option, its value, and what to know of it.
 _Line = tuple[str, Any, str]

@@ -14,11 +14,11 @@ from torch import nn
 from opensora_accel.plan import Plan
 from opensora_accel.planner import Frozen, Job, Residents, Workload, choose
 from opensora_accel.training import build
-from opensora_accel.training.captions import build_text_encoder, text_paths
 from opensora_accel.training.codec import VideoVAE, build_codec
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.pictures import build_picture_encoder
 from opensora_accel.training.sound import build_sound_codec
+from opensora_accel.training.text_encoders import build_text_encoder, text_paths
 from opensora_accel.training.tiny_run import TrueSize
 
 _MOMENTS = {"fp32": "adamw", "8bit": "adamw-8bit", "4bit": "adamw-4bit", "fp8": "adamw-fp8"}

@@ -17,14 +17,24 @@ import torch
 from torch import Tensor
 
 from opensora_accel.files import sha256_of
-from opensora_accel.training import captions, codec, conditions, pictures, pretrained, shards, video
-from opensora_accel.training.captions import TEXT_STEM, TextStates, text_paths
+from opensora_accel.training import (
+    captions,
+    codec,
+    conditions,
+    pictures,
+    pretrained,
+    shards,
+    text_encoders,
+    video,
+)
+from opensora_accel.training.captions import TextStates
 from opensora_accel.training.codec import VAE_STEM
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.disk_cache import DiskCache, code_version
 from opensora_accel.training.pictures import IMAGE_STEM, PictureStates
 from opensora_accel.training.ranks import from_first_of_machine, from_first_rank
 from opensora_accel.training.sections import ImageConfig, TextConfig
+from opensora_accel.training.text_encoders import TEXT_STEM, text_paths
 from opensora_accel.weights import find_stored
 
 T = TypeVar("T")
@@ -136,7 +146,7 @@ class Stored:
         """
         states = taken[number]
         packages = ["torch", "transformers", *(["diffusers"] if states.connectors else [])]
-        made_with = _made_with(device, (captions, pretrained), packages)
+        made_with = _made_with(device, (captions, text_encoders, pretrained), packages)
         common = {"what": "embedding", "length": config.length, "dtype": config.dtype, "made_with": made_with}
         # What it reads is in the tokens.
         common |= {name: getattr(states, name) for name in ("layer", "pooled", "masked", "padding")}

@@ -24,7 +24,7 @@ from opensora_accel.communications import gather_objects
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.plan import Plan
 from opensora_accel.training import build
-from opensora_accel.training.captions import TextShape, text_shapes
+from opensora_accel.training.captions import TextShape
 from opensora_accel.training.codec import LatentFrames, build_codec, latent_shape
 from opensora_accel.training.conditions import Condition, Conditioning
 from opensora_accel.training.config import TrainConfig
@@ -38,6 +38,7 @@ from opensora_accel.training.sections import (
     TextConfig,
     ValidationConfig,
 )
+from opensora_accel.training.text_encoders import text_shapes
 from opensora_accel.verify import Proof, Run, meshes_of
 from shardformer import parallelize
 from shardformer.engine import weight_dtype

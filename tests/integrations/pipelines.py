@@ -24,7 +24,7 @@ def wan_pipeline() -> tuple[Any, Call]:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-    from opensora_accel.training.captions import train_tokenizer
+    from opensora_accel.training.text_encoders import train_tokenizer
 
     words = Tokenizer.from_str(train_tokenizer(CAPTIONS))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")

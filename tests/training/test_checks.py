@@ -11,10 +11,10 @@ from diffusers import AllegroPipeline
 from opensora_accel import Plan, init_parallel
 from opensora_accel.observe.fakes import fake_world
 from opensora_accel.training import build
-from opensora_accel.training.captions import text_shapes
 from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.recipes import RECIPES, check_recipe
+from opensora_accel.training.text_encoders import text_shapes
 
 COSMOS, EASYANIMATE, H3, KANDINSKY = (
     f"{name}Transformer3DModel" for name in ("Cosmos", "EasyAnimate", "MiniMaxH3", "Kandinsky5")

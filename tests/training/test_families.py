@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from opensora_accel import Plan
 from opensora_accel.training import build
-from opensora_accel.training.captions import text_shapes
 from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.sections import LoraConfig
+from opensora_accel.training.text_encoders import text_shapes
 from tests.tiers import some
 from tests.training.runs import tiny_config
 from tests.training.vaes import wan_vae

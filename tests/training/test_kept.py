@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from opensora_accel import Plan
-from opensora_accel.training import captions, codec, stored
-from opensora_accel.training.captions import build_text_encoder, train_tokenizer
+from opensora_accel.training import codec, stored, text_encoders
 from opensora_accel.training.codec import build_codec
 from opensora_accel.training.conditions import KINDS, Conditioning
 from opensora_accel.training.config import TrainConfig, config_from_dict
@@ -26,6 +25,7 @@ from opensora_accel.training.pictures import build_picture_encoder
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.sections import ImageConfig, TextConfig
 from opensora_accel.training.stored import EncoderFiles, Stored, open_disk_cache
+from opensora_accel.training.text_encoders import build_text_encoder, train_tokenizer
 from opensora_accel.training.video import Video, probe
 from tests.tiers import PROVE, some
 from tests.training.language import gemma3, saved_pair
@@ -408,7 +408,7 @@ def train(config):
             loaded.append(cls.__name__)
         return load(cls, make, option, folder, stem, dtype, device, **options)
 
-    codec.load_pretrained = captions.load_pretrained = watched
+    codec.load_pretrained = text_encoders.load_pretrained = watched
     sampled, write_samples = [], Trainer.write_samples
 
     def samples(self, tracker):
@@ -420,7 +420,7 @@ def train(config):
     try:
         losses = Trainer(config).train()
     finally:
-        codec.load_pretrained = captions.load_pretrained = load
+        codec.load_pretrained = text_encoders.load_pretrained = load
         Trainer.write_samples = write_samples
     rows = [json.loads(line) for line in (Path(config.output) / "metrics.jsonl").read_text().splitlines()]
     return losses, sampled, loaded, rows, time.perf_counter() - started

@@ -12,7 +12,6 @@ from diffusers import MiniMaxH3Blocks, MiniMaxH3ModularPipeline, MiniMaxH3Schedu
 
 from opensora_accel import Plan
 from opensora_accel.training import build, new_command
-from opensora_accel.training.captions import build_text_encoder, text_shapes
 from opensora_accel.training.codec import LatentFrames, VideoVAE, build_codec, latent_shape
 from opensora_accel.training.config import config_from_dict, load_config
 from opensora_accel.training.flow import shifted
@@ -21,6 +20,7 @@ from opensora_accel.training.recipes import RECIPES, Inputs, check_recipe
 from opensora_accel.training.samples import sample_latents
 from opensora_accel.training.sections import CodecConfig, TextConfig
 from opensora_accel.training.sound import EncodedSound, WaveVAE, build_sound_codec, sound_shape
+from opensora_accel.training.text_encoders import build_text_encoder, text_shapes
 from opensora_accel.training.tiny_run import write_clips
 from opensora_accel.verify.pool import RankError
 from tests.tiers import CPU_AND_GPU, some

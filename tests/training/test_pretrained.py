@@ -11,11 +11,12 @@ import torch
 
 from opensora_accel import Plan
 from opensora_accel.training.buckets import Bucket
-from opensora_accel.training.captions import TextEncoder, build_text_encoder, train_tokenizer
+from opensora_accel.training.captions import TextEncoder
 from opensora_accel.training.codec import SpaceToDepth, build_codec
 from opensora_accel.training.data import Clip
 from opensora_accel.training.kept import CachedLatents, EmbeddedCaptions
 from opensora_accel.training.sections import CodecConfig, TextConfig
+from opensora_accel.training.text_encoders import build_text_encoder, train_tokenizer
 from tests.tiers import some
 from tests.training.runs import tiny_config
 from tests.training.test_text import CAPTIONS, saved_encoder

@@ -22,7 +22,7 @@ from PIL import Image
 
 from opensora_accel.precision import LiftOperations
 from opensora_accel.training import build
-from opensora_accel.training.captions import TextShape, build_text_encoder, train_tokenizer
+from opensora_accel.training.captions import TextShape
 from opensora_accel.training.codec import VideoVAE, latent_shape
 from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.data import Batch, Clip
@@ -32,6 +32,7 @@ from opensora_accel.training.pictures import build_picture_encoder
 from opensora_accel.training.recipes import RECIPES, Inputs, Sizes
 from opensora_accel.training.samples import sample_latents
 from opensora_accel.training.sound import SpectrumVAE
+from opensora_accel.training.text_encoders import build_text_encoder, train_tokenizer
 from tests.tiers import CPU_AND_GPU, PROVE, some
 from tests.training.language import byt5, clip, gemma, gemma3, llama, qwen, qwen2
 from tests.training.vaes import (

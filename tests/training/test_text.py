@@ -9,17 +9,11 @@ import pytest
 import torch
 import transformers
 
-from opensora_accel.training.captions import (
-    TextEncoder,
-    TextShape,
-    TextStates,
-    build_text_encoder,
-    text_shapes,
-    train_tokenizer,
-)
+from opensora_accel.training.captions import TextEncoder, TextShape, TextStates
 from opensora_accel.training.kept import EmbeddedCaptions
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.sections import TextConfig
+from opensora_accel.training.text_encoders import build_text_encoder, text_shapes, train_tokenizer
 from tests.training.language import gemma, gemma3, qwen, qwen2, saved_pair
 
 CAPTIONS = ["a grey rabbit yawns in a meadow", "a rabbit crawls out of its burrow", "a rabbit waves"]
