@@ -42,6 +42,7 @@ _WAN = {
 }
 # Layers of blocks have their authors' names in diffusers.
 _LTX = {r"transformer_blocks\.\d+\..+": r"\g<0>", r"proj_in": "patchify_proj", r"proj_out": "proj_out"}
+_PART = re.compile(r"transformer\.(?P<layer>.+)\.(?P<part>lora_[AB]\.weight|lokr_w[12](_[ab])?)")
 _FAMILIES = {"Wan": _WAN, "LTX-Video": _LTX}
 
 
@@ -65,24 +66,33 @@ def write_comfyui_lora(source: str | Path, target: str | Path) -> Path:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 — it is no dict
     except SafetensorError as error:
         raise ValueError(f"{source} is no file of safetensors ({error})") from error
-    alpha = described.get("transformer.lora_alpha")
-    if alpha is None or not all(
-        re.fullmatch(r"transformer\..+\.lora_[AB]\.weight", name) for name in tensors
-    ):
+    settings = {name.removeprefix("transformer."): value for name, value in described.items()}
+    alpha = settings.get("lora_alpha", settings.get("alpha"))
+    if any("lora_magnitude_vector" in name for name in tensors):
+        raise ValueError(
+            f"{source} is a DoRA, whose rows ComfyUI divides by their length without the adapter and PEFT with it; "
+            "merge it into the model"
+        )
+    parts = {name: _PART.fullmatch(name) for name in tensors}
+    if alpha is None or not all(parts.values()):
         raise ValueError(
             f"{source} is no adapter of a transformer with its rank and alpha, as shardformer.save_lora writes it; "
             "give that file"
         )
-    if described.get("transformer.alpha_pattern") or described.get("transformer.use_rslora"):
+    if settings.get("alpha_pattern") or settings.get("use_rslora"):
         raise ValueError(
             f"{source} scales its layers by other rules than alpha / rank, which ComfyUI has no place for"
         )
     renamed = {}
-    for name, tensor in tensors.items():
-        layer, _, which = name.removeprefix("transformer.").rpartition(".lora_")
-        theirs = f"diffusion_model.{_renamed(layer, tensors)}"
-        renamed[f"{theirs}.lora_{which}"] = tensor
-        renamed[f"{theirs}.alpha"] = torch.tensor(float(alpha))
+    for name, part in parts.items():
+        assert part is not None
+        theirs = f"diffusion_model.{_renamed(part['layer'], tensors)}"
+        renamed[f"{theirs}.{part['part']}"] = tensors[name]
+        if part["part"].startswith("lora"):
+            renamed[f"{theirs}.alpha"] = torch.tensor(float(alpha))
+        elif part["part"] == "lokr_w1":
+            # ComfyUI scales a LoKr by alpha and rank only where it has low matrices, and by nothing without alpha.
+            renamed[f"{theirs}.lokr_w1"] = tensors[name] * (float(alpha) / settings["r"])
     with replacing(target) as path:
         save_file(renamed, path, {"format": "pt"})
     return Path(target)

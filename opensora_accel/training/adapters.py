@@ -1,21 +1,29 @@
-"""LoRA: small matrices beside some layers are trained, and the model itself stays as it is.
+"""Adapters: small matrices beside some layers are trained, and the model itself stays as it is.
 
-A layer W [out, in] computes W·x + alpha/rank · B·(A·x). A [rank, in] is drawn and B [out, rank] zero at first, so that
-training starts at the model itself. The trained matrices alone have gradients, moments and averages, and are all that
-a saved state holds: the model comes from `model.path`, or from the seed, again.
+A layer W [out, in] computes, with s = alpha/rank,
+
+    LoRA    W·x + s·B·(A·x)                A [rank, in], B [out, rank]
+    DoRA    (W + s·B·A)·x, each row made as long as m says; at first as long as W's. m [out]
+    LoKr    W·x + s·(w1 ⊗ w2)·x            of 12 by 8: w1 [3, 2] and w2 [4, 4], itself a product where rank is below 2
+
+One of two matrices is drawn and the other zero at first, so that training starts at the model itself. What is trained
+alone has gradients, moments and averages, and is all that a saved state holds: the model comes from `model.path`, or
+from the seed, again.
 
 An adapter may go on from a file (`lora.path`). Its tensors are small, and every rank reads them whole.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,7 +37,18 @@ from opensora_accel.weights import Stored, fill
 
 # In a folder, as diffusers and PEFT name them.
 _FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
-_MATRIX = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
+_PART = re.compile(
+    r"(?P<layer>.+)\.(?P<part>lora_[AB]|lora_magnitude_vector|lokr_w[12](_[ab])?)(\.default)?(\.weight)?"
+)
+_NAMES = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr"}
+_LORA = frozenset({"lora_A", "lora_B"})
+# The parts that a layer has of an adapter of each kind.
+_PARTS = {
+    "lora": (_LORA,),
+    "dora": (_LORA | {"lora_magnitude_vector"},),
+    # The second matrix is a product, where its rank is low against its size.
+    "lokr": (frozenset({"lokr_w1", "lokr_w2"}), frozenset({"lokr_w1", "lokr_w2_a", "lokr_w2_b"})),
+}
 
 
 @dataclass(frozen=True)
@@ -48,24 +67,19 @@ class _Read(Stored):
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """An adapter of a file: W·x + alpha/rank · B·(A·x) for each layer, by its name in the model."""
+    """An adapter of a file, by the names that its layers have in the model."""
 
     path: Path
-    rank: int
-    alpha: float
-    # A [rank, in] and B [out, rank] of each layer.
-    matrices: dict[str, dict[str, Tensor]]
-
-    @property
-    def config(self) -> LoraConfig:
-        """For the layers that it has, and no others."""
-        return LoraConfig(rank=self.rank, alpha=self.alpha, targets=tuple(sorted(self.matrices)))
+    # For the layers that it has, and no others.
+    config: LoraConfig
+    # Of each layer, as PEFT calls them: "lora_A" [rank, in], "lora_B" [out, rank], …
+    parts: dict[str, dict[str, Tensor]]
 
     @property
     def config_by_ends(self) -> LoraConfig:
         """The same for a model of fewer blocks: layers by what follows the number of their block."""
-        ends = {re.sub(r"^.*?\.\d+\.", "", layer) for layer in self.matrices}
-        return LoraConfig(rank=self.rank, alpha=self.alpha, targets=tuple(sorted(ends)))
+        ends = {re.sub(r"^.*?\.\d+\.", "", layer) for layer in self.parts}
+        return dataclasses.replace(self.config, targets=tuple(sorted(ends)))
 
     def fill(self, model: nn.Module) -> None:
         """Gives its values to the adapters of a model, at once or when they are made.
@@ -76,9 +90,12 @@ class SavedAdapter:
         fill(
             model,
             {
-                f"{layer}.lora_{side}.default.weight": _Read(self.path, layer, tensor)
-                for layer, sides in self.matrices.items()
-                for side, tensor in sides.items()
+                # Matrices of a LoRA are layers of their own.
+                f"{layer}.{part}.default{'.weight' if part.startswith('lora') else ''}": _Read(
+                    self.path, layer, tensor
+                )
+                for layer, parts in self.parts.items()
+                for part, tensor in parts.items()
             },
         )
 
@@ -91,7 +108,7 @@ def read_adapter(path: str, pipeline: Any) -> SavedAdapter:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is damaged, or no LoRA of one rank.
+        ValueError: it is damaged, or no adapter of one kind and rank.
     """
     file = _find_file(Path(path))
     try:
@@ -103,37 +120,55 @@ def read_adapter(path: str, pipeline: Any) -> SavedAdapter:
     # Of PEFT, as diffusers names them.
     tensors = {re.sub(r"^base_model\.model\.", "transformer.", name): each for name, each in tensors.items()}
     settings = _settings(file, metadata)
-    if settings.get("use_dora") or any("dora_scale" in name or "magnitude" in name for name in tensors):
-        raise ValueError(f"lora.path {file} is a DoRA, which this trainer has not; choose a LoRA")
+    if any("dora_scale" in name for name in tensors):
+        raise ValueError(
+            f"lora.path {file} has lengths of rows as other trainers write them (dora_scale); choose a DoRA of PEFT or "
+            "diffusers, whose lora_magnitude_vector they are"
+        )
+    is_lokr = any(".lokr_" in name for name in tensors)
     try:
-        # Some pipelines know of no adapters, and of no other trainer's names (HunyuanVideo 1.5).
-        if hasattr(pipeline, "lora_state_dict"):
+        # Some pipelines know of no adapters, and of no other trainer's names (HunyuanVideo 1.5); and most of no LoKr.
+        if hasattr(pipeline, "lora_state_dict") and not is_lokr:
             tensors = pipeline.lora_state_dict(tensors)
     except Exception as error:  # whatever its conversion raises for names that it does not know
         raise ValueError(
             f"lora.path {file} has names that {pipeline.__name__} does not know ({in_one_line(error)}); choose an "
             "adapter of this family"
         ) from error
-    matrices, unknown = dict[str, dict[str, Tensor]](), list[str]()
+    parts, unknown = dict[str, dict[str, Tensor]](), list[str]()
     for name, tensor in tensors.items():
-        found = _MATRIX.fullmatch(name.removeprefix("transformer."))
-        if found is None or tensor.dim() != 2:
+        found = _PART.fullmatch(name.removeprefix("transformer."))
+        if found is None or tensor.dim() != (1 if found["part"] == "lora_magnitude_vector" else 2):
             unknown.append(name)
         else:
-            matrices.setdefault(found["layer"], {})[found["side"]] = tensor
-    halves = [layer for layer, sides in matrices.items() if len(sides) != 2]
-    ranks = {sides["A"].size(0) for sides in matrices.values() if "A" in sides}
-    if unknown or halves or len(ranks) != 1:
-        reasons = [
-            f"its {', '.join(unknown[:3])} are no matrices of a LoRA" if unknown else "",
-            f"{', '.join(halves[:3])} have one matrix of two" if halves else "",
-            f"it has the ranks {sorted(ranks)}" if len(ranks) != 1 else "",
-        ]
+            parts.setdefault(found["layer"], {})[found["part"]] = tensor
+    kind: Literal["lora", "dora", "lokr"] = "lokr" if is_lokr else "lora"
+    if settings.get("use_dora") or any("lora_magnitude_vector" in of_layer for of_layer in parts.values()):
+        kind = "dora"
+    partly = [layer for layer, of_layer in parts.items() if of_layer.keys() not in _PARTS[kind]]
+    ranks = {of_layer["lora_A"].size(0) for of_layer in parts.values() if "lora_A" in of_layer}
+    if is_lokr:
+        ranks = {int(settings["r"])} if settings.get("r") else set()
+    reasons = [
+        f"its {', '.join(unknown[:3])} are none of its matrices" if unknown else "",
+        f"{', '.join(partly[:3])} have not all of their matrices" if partly else "",
+        f"it has the ranks {sorted(ranks)}" if len(ranks) > 1 else "",
+        "its rank and factor are not said beside it" if not ranks and is_lokr else "",
+        "it has none" if not parts else "",
+    ]
+    if any(reasons):
         raise ValueError(
-            f"lora.path {file} is no LoRA of one rank: {'; '.join(filter(None, reasons))}; choose another one"
+            f"lora.path {file} is no {_NAMES[kind]} of one rank: {'; '.join(filter(None, reasons))}; choose another one"
         )
     (rank,) = ranks
-    return SavedAdapter(file, rank, float(settings.get("lora_alpha") or rank), matrices)
+    config = LoraConfig(
+        kind=kind,
+        rank=rank,
+        alpha=float(settings.get("alpha" if is_lokr else "lora_alpha") or rank),
+        factor=max(0, int(settings.get("decompose_factor") or 0)) if is_lokr else 0,
+        targets=tuple(sorted(parts)),
+    )
+    return SavedAdapter(file, config, parts)
 
 
 def _find_file(path: Path) -> Path:
@@ -163,11 +198,11 @@ def _settings(file: Path, metadata: dict[str, str]) -> dict[str, Any]:
         raise ValueError(f"what is said of {file} is no JSON ({error}); copy the adapter again") from error
     said = said if isinstance(said, dict) else {}
     settings = {name.removeprefix("transformer."): value for name, value in said.items()}
-    for name in ("rank_pattern", "alpha_pattern", "use_rslora"):
+    for name in ("rank_pattern", "alpha_pattern", "use_rslora", "decompose_both"):
         if settings.get(name):
             raise ValueError(
-                f"lora.path {file} has {name} {settings[name]}, and this trainer one rank and alpha for all layers; "
-                "choose another one"
+                f"lora.path {file} has {name} {settings[name]}, and this trainer one rank, alpha and form for all "
+                "layers; choose another one"
             )
     return settings
 
@@ -181,14 +216,18 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
     model.requires_grad_(False)
     try:
         import peft
+        from peft.tuners.lokr import LoKrLayer
 
-        alpha = config.alpha or config.rank
-        settings = peft.LoraConfig(r=config.rank, lora_alpha=alpha, target_modules=list(config.targets))  # type: ignore[arg-type]
+        settings = _peft_config(config)
         with resume_recording(model):
             if hasattr(model, "add_adapter"):
                 model.add_adapter(settings)
             else:  # a class that diffusers gives no adapters
                 peft.inject_adapter_in_model(settings, model)
+        for layer in model.modules():
+            if isinstance(layer, LoKrLayer):
+                layer.__class__ = _never_left_out(type(layer))
+                layer.eval()
     except ImportError as error:
         raise ValueError(f"lora.rank needs peft ({error}); pip install 'opensora-accel[train]'") from error
     except ValueError as error:
@@ -201,6 +240,30 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
         ) from error
 
 
+@functools.cache
+def _never_left_out(cls: Any) -> Any:
+    """The class of a LoKr's layer, whose forward makes no difference between training and not.
+
+    PEFT's draws in each forward of training whether the layer is left out, though none ever is; and a pass on tensors
+    without values, as plans are made of, cannot read what was drawn.
+    """
+
+    def train(self: nn.Module, mode: bool = True) -> Any:
+        return cls.train(self, False)
+
+    return type(cls.__name__, (cls,), {"train": train})
+
+
+def _peft_config(config: LoraConfig) -> Any:
+    import peft
+
+    alpha: Any = config.alpha or config.rank
+    shared: Any = {"r": config.rank, "target_modules": list(config.targets)}
+    if config.kind == "lokr":
+        return peft.LoKrConfig(**shared, alpha=alpha, decompose_factor=config.factor or -1)
+    return peft.LoraConfig(**shared, lora_alpha=alpha, use_dora=config.kind == "dora")
+
+
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Within it the model answers as it does without its adapters: they count 0 times.
@@ -210,14 +273,18 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    scales: list[dict[str, float]] = [layer.scaling for layer in layers]
-    before = [dict(each) for each in scales]
+    # What a DoRA makes of rows is a variant of PEFT's, without which its layers are those of a LoRA.
+    changed: list[dict[str, Any]] = [layer.scaling for layer in layers]
+    variants = [layer.lora_variant for layer in layers if hasattr(layer, "lora_variant")]
+    before = [dict(each) for each in (*changed, *variants)]
     try:
-        for each in scales:
+        for each in changed:
             each.update(dict.fromkeys(each, 0.0))
+        for each in variants:
+            each.clear()
         yield
     finally:
-        for each, values in zip(scales, before, strict=True):
+        for each, values in zip((*changed, *variants), before, strict=True):
             each.update(values)
 
 

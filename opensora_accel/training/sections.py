@@ -223,28 +223,41 @@ class ImageConfig:
 class LoraConfig:
     """Adapters that are trained in place of the model."""
 
+    kind: Literal["lora", "dora", "lokr"] = "lora"
+    """What an adapter does to a weight: a LoRA adds a product of two low matrices, a DoRA learns the length of its rows
+    beside, a LoKr adds the Kronecker product of a small matrix and a low one."""
     rank: Annotated[int, Field(ge=0, le=4096)] = 0
     """Rank of the adapters; 0 has none, and trains the model itself."""
     alpha: NotNegative = 0.0
     """Adapters count alpha / rank times; 0 takes the rank."""
+    factor: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Of a LoKr, the size of the small matrix, for layers that it divides; 0 is as near to the root of a layer's."""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("to_q", "to_k", "to_v", "to_out.0")
     """Ends of the names of the layers that get one."""
     path: str = ""
-    """Local file or folder of an adapter to go on from, as this trainer, diffusers, PEFT and ComfyUI have it; rank,
-    alpha and targets are its own."""
+    """Local file or folder of an adapter to go on from, as this trainer, diffusers, PEFT and ComfyUI have it; its kind,
+    rank, alpha, factor and targets are its own."""
     path_2: str = ""
     """The same for the low-noise expert; see flow.boundary."""
 
     def __post_init__(self) -> None:
-        if self.path and (self.rank or self.alpha or self.targets != ("to_q", "to_k", "to_v", "to_out.0")):
+        defaults = {each.name: each.default for each in dataclasses.fields(self)}
+        changed = [
+            f"lora.{name}"
+            for name in ("kind", "rank", "alpha", "factor", "targets")
+            if getattr(self, name) != defaults[name]
+        ]
+        if self.path and changed:
             raise ValueError(
-                "lora.path brings its own rank, alpha and targets; leave lora.rank, lora.alpha and lora.targets out, "
-                "or leave lora.path out"
+                "lora.path brings its own kind, rank, alpha, factor and targets; leave "
+                f"{' and '.join(changed)} out, or leave lora.path out"
             )
-        if not self.is_used and (self.alpha or self.targets != ("to_q", "to_k", "to_v", "to_out.0")):
+        if not self.is_used and changed:
             raise ValueError(
-                "lora.alpha and lora.targets are for a run with lora.rank; set it, or leave them out"
+                f"{' and '.join(changed)} are for a run with lora.rank; set it, or leave them out"
             )
+        if self.factor and self.kind != "lokr":
+            raise ValueError('lora.factor is for lora.kind="lokr"; set it, or leave lora.factor out')
 
     @property
     def is_used(self) -> bool:
