@@ -37,6 +37,7 @@ from opensora_accel.training.buckets import Bucket, batch_sizes
 from opensora_accel.training.disk_cache import file_digest
 from opensora_accel.training.entries import Entry, entries_of
 from opensora_accel.training.flow import generator
+from opensora_accel.training.masks import read_mask, with_masks
 from opensora_accel.training.ranks import any_rank, from_first_rank
 from opensora_accel.training.sampler import GlobalBatchSampler, Key, Portion, check_divides
 from opensora_accel.training.sections import DataConfig
@@ -83,13 +84,16 @@ class Sample:
     digest: str | None = None
     # [channels, samples], where it was asked for and the file has sound that fits.
     sound: Tensor | None = None
+    # uint8 [T, H, W], where the run has masks.
+    mask: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Batch:
     """This data rank's share of a global batch: `frames` uint8 [b, T, H, W, 3] of one bucket.
 
-    With sound, `sounds` are the samples [channels, n] of each clip, or None where it has none.
+    With sound, `sounds` are the samples [channels, n] of each clip, or None where it has none; where the run has masks,
+    `masks` are those of the frames, uint8 [b, T, H, W].
     """
 
     frames: Tensor
@@ -98,6 +102,7 @@ class Batch:
     files: list[str]
     clips: list[Clip]
     sounds: list[Tensor | None]
+    masks: Tensor | None = None
 
     @property
     def bucket(self) -> Bucket:
@@ -132,19 +137,19 @@ class VideoFolder(Dataset[Sample]):
         position, video_index = key
         video, config = self.videos[video_index], self.config
         bucket, path = video.bucket, Path(config.root) / video.file
-        frames = error = digest = sound = None
+        frames = error = digest = sound = mask = None
         try:
             before = file_digest(path) if self._digests else None
-            read = partial(
-                read_timed_clip,
-                path,
-                self.start(video, position),
-                bucket.num_frames,
-                stride=config.frame_stride,
-                height=bucket.height,
-                width=bucket.width,
-            )
-            frames, shown = retried(read, f"reading {video.file}")
+            which: dict[str, Any] = {
+                "start": self.start(video, position),
+                "num_frames": bucket.num_frames,
+                "stride": config.frame_stride,
+                "height": bucket.height,
+                "width": bucket.width,
+            }
+            frames, shown = retried(partial(read_timed_clip, path, **which), f"reading {video.file}")
+            if config.masks:
+                mask = retried(partial(read_mask, video.mask, **which), f"reading the mask of {video.file}")
             if self.sound is not None and shown is not None and self._is_in_time(*shown, bucket.num_frames):
                 hear = partial(
                     read_sound,
@@ -160,7 +165,8 @@ class VideoFolder(Dataset[Sample]):
                 digest = before
         except UnreadableVideo as failure:
             frames, error = None, str(failure)
-        return Sample(position, video_index, video.file, video.caption, frames, error, digest, sound)
+        of_file = video.file, video.caption, frames, error, digest, sound, mask
+        return Sample(position, video_index, *of_file)
 
     def has_sound(self, video: Video) -> bool:
         """Whether the video has sound that lasts as long as its frames do at the job's frame rate, by its header."""
@@ -241,7 +247,9 @@ class ClipLoader:
 
         def look_at_folder() -> tuple[list[Entry], list[Video], dict[str, str]]:
             entries = entries_of(config)
-            return entries, *index_videos(entries, config.root, config)
+            usable, unreadable = index_videos(entries, config.root, config)
+            usable, wrongly_masked = with_masks(usable, config)
+            return entries, usable, unreadable | wrongly_masked
 
         # Every file that is named, usable or not.
         self.entries, usable, self._unreadable = (
@@ -323,8 +331,11 @@ class ClipLoader:
                 logger.warning("a clip is left out of the validation: %s", sample.error)
                 frames = torch.zeros(bucket.num_frames, bucket.height, bucket.width, 3, dtype=torch.uint8)
             clip = self._clip(sample.file, sample.position, sample.digest)
+            mask = None if sample.mask is None else sample.mask[None]
+            if self.config.masks and mask is None:
+                mask = torch.zeros(frames[None].shape[:-1], dtype=torch.uint8)
             batch = Batch(
-                frames[None], [sample.caption], [sample.position], [sample.file], [clip], [sample.sound]
+                frames[None], [sample.caption], [sample.position], [sample.file], [clip], [sample.sound], mask
             )
             yield batch, is_own and sample.frames is not None
 
@@ -382,6 +393,9 @@ class ClipLoader:
             [sample.file for sample in samples],
             [self._clip(sample.file, sample.position, sample.digest) for sample in samples],
             [sample.sound for sample in samples],
+            torch.stack([sample.mask for sample in samples if sample.mask is not None])
+            if self.config.masks
+            else None,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -170,8 +170,8 @@ class Stream:
     # Latents [B, C, …], and noise of that shape.
     clean: Tensor
     noise: Tensor
-    # Bool, to be broadcast over the latents: what a sample's mean is over. A sample without any counts nothing; None
-    # is all.
+    # Shares in 0…1, or bool, to be broadcast over the latents: what a sample's mean is over. A sample without any
+    # counts nothing; None is all.
     learned: Tensor | None = None
     # The velocity that is learned, [B, C, …]; None is that from latents to noise.
     target: Tensor | None = None

@@ -52,6 +52,7 @@ from opensora_accel.training.flow import (
     time_shift,
 )
 from opensora_accel.training.kept import CachedLatents, CaptionSource, KeptPictures
+from opensora_accel.training.masks import latent_shares
 from opensora_accel.training.pictures import PictureEncoder, PictureStates, build_picture_encoder
 from opensora_accel.training.recipes import Inputs, Recipe
 from opensora_accel.training.sound import EncodedSound, SoundCodec
@@ -70,7 +71,7 @@ class Encoded:
     clean: Tensor
     # Where the model takes frames that are given: those.
     condition: Condition | None
-    # Bool [B, t], the latent frames that are learned, at least one; None where all are.
+    # How far each latent is learned, 0…1 or bool, to be broadcast over [B, t, h, w]; None where all are.
     learned: Tensor | None
     # Where the model makes sound: that of the clips.
     sound: EncodedSound | None = None
@@ -95,7 +96,7 @@ class Encoded:
     def streams(self, seed: int, noise_offset: float = 0.0, sound_alpha: float = 1.0) -> list[Stream]:
         """What is learned of the batch, with noise by the samples' positions; the times of sound are shifted."""
         noise = draw_noise(self.clean, seed, self.positions, noise_offset)
-        learned = None if self.learned is None else self.learned[:, None, :, None, None]
+        learned = None if self.learned is None else self.learned.unsqueeze(1)
         streams = [Stream(self.clean, noise, learned)]
         if self.sound is not None:
             latents, is_there = self.sound
@@ -168,7 +169,11 @@ class Objective:
                 condition, whole = self.encode_condition(kinds, frames, clean, batch.clips)
                 # What stands in the place of noise is put back after a sample.
                 if condition.given is not None or not self.config.conditions.learn_given:
-                    learned = ~whole
+                    learned = ~whole[:, :, None, None]
+            if batch.masks is not None:
+                masks = batch.masks.to(self.device)
+                shares = latent_shares(masks, self.codec.latent_frames, *clean.shape[-2:])
+                learned = shares if learned is None else shares * learned
             sound = None if self.sounds is None else self._encode_sound(self.sounds, batch)
         kept = None
         if self.config.data.regularisation:

@@ -41,6 +41,9 @@ class DataConfig:
     regularisation: tuple[str, ...] = ()
     """Those of data.folders on whose clips adapters change nothing: there a run learns what the model answers without
     them, so that it forgets nothing of what the clips show (prior preservation)."""
+    masks: str = ""
+    """Folder with masks, as the files lie in theirs: of a.mp4 a picture a.png, or a video of as many frames, of its
+    shape. White is learned, black is not, grey in part; a file without one is learned whole."""
     num_frames: Count = 9
     """Frames per clip."""
     frame_stride: Count = 1

@@ -327,7 +327,7 @@ def _cover(picture: numpy.ndarray, height: int, width: int) -> numpy.ndarray:
 # The videos of a folder
 
 _PROGRESS_FROM_FILES = 200
-_PROBE_THREADS = 8  # opening files waits on storage more than on the processor
+PROBE_THREADS = 8  # opening files waits on storage more than on the processor
 
 
 @dataclass(frozen=True)
@@ -339,6 +339,8 @@ class Video:
     # None if the file could not be used.
     info: VideoInfo | None
     bucket: Bucket
+    # The path of the mask that says what of it is learned; None is all.
+    mask: str | None = None
 
 
 def index_videos(
@@ -370,7 +372,7 @@ def index_videos(
 
     usable: list[Video] = []
     quarantined: dict[str, str] = {}
-    with ThreadPoolExecutor(_PROBE_THREADS) as pool:
+    with ThreadPoolExecutor(PROBE_THREADS) as pool:
         outcomes: Iterable[Video | str] = pool.map(look, entries)
         # A person would otherwise wait in front of nothing; a log has no use for a bar.
         if len(entries) > _PROGRESS_FROM_FILES and sys.stderr.isatty():

@@ -295,6 +295,8 @@ def learned(config):
     trainer = Trainer(config)
     objective, batch = trainer.objective, next(iter(trainer.loader))
     first = objective.encode(batch).learned
+    if first is not None:
+        first = first[..., 0, 0]
     objective._draw_conditions = lambda bucket, positions: ["t2v"] * len(positions)
     return first, objective.encode(batch).condition
 
