@@ -24,15 +24,18 @@ from opensora_accel.planner.workload import Workload
 GIB = 2**30
 # Bytes of optimizer state for each parameter: two moments, the low-bit ones with a scale for every 256 (4bit: 128).
 # Muon has one of the blocks' matrices and two of the rest: 4.03 to 4.24 of all models of the trainer but SANA-Video,
-# whose feed-forwards are convolutions, and which has 6.3.
+# whose feed-forwards are convolutions, and which has 6.3. Prodigy has two moments, a sum of gradients and the first
+# weights.
 OPTIMIZERS = {
     "adamw": 8.0,
     "muon": 4.1,
+    "prodigy": 16.0,
     "adamw-8bit": 2.03,
     "adamw-fp8": 2.03,
     "adamw-4bit": 1.06,
     "sgd": 0.0,
 }
+_NOT_UNDER_TP = {"muon": "muon takes whole matrices", "prodigy": "prodigy adds up over whole parameters"}
 _CHECKPOINTS = (
     ("none", 0.0),
     ("selective", 0.0),
@@ -258,8 +261,8 @@ def _meshes(
         return [each for each in divisors(number) if wanted[axis] in (None, each)]
 
     for tp in choices("tp", request.world_size):
-        if tp > 1 and request.residents.optimizer == "muon":
-            excluded["tp > 1: muon takes whole matrices"] += 1
+        if tp > 1 and request.residents.optimizer in _NOT_UNDER_TP:
+            excluded[f"tp > 1: {_NOT_UNDER_TP[request.residents.optimizer]}"] += 1
             continue
         if tp > 1 and not has_tensor_table:
             excluded[f"tp > 1: no policy says where the layers of {largest.name} are cut"] += 1

@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         "--precision", choices=("bf16", "fp32"), help="compute precision (bf16, or the configuration's)"
     )
     what.add_argument(
-        "--optimizer", choices=tuple(OPTIMIZERS), help="adamw, with moments in fewer bits, or muon"
+        "--optimizer", choices=tuple(OPTIMIZERS), help="adamw, with moments in fewer bits, muon or prodigy"
     )
     what.add_argument("--ema", action="store_true", help="averaged weights are kept on the GPU")
     what.add_argument(

@@ -312,6 +312,8 @@ def _state_ratio(optimizer: torch.optim.Optimizer | None) -> float:
     defaults = optimizer.defaults
     if optimizer.param_groups[0].get("is_matrix"):
         return 1.0  # Muon has one average of matrices, which are nearly all
+    if "d_numerator" in defaults:
+        return 4.0  # Prodigy has two moments, a sum of gradients and the first weights
     if "betas" in defaults:
         return 3.0 if defaults.get("amsgrad") else 2.0
     return 1.0 if defaults.get("momentum") else 0.0

@@ -320,14 +320,20 @@ REFERENCE = reference(Reference, StandInWorkload(), "bf16")
 ALL_PLANS = plans_of(Request(((StandInWorkload(), 1.0),), H100, 16))
 
 
-def test_muon_gets_the_plans_that_it_takes():
-    """Whole matrices, where they are computed: no tp, and no shards on the host."""
-    for optimizer, is_offered in (("adamw", True), ("muon", False)):
+def test_optimizers_get_the_plans_that_they_take():
+    """Muon whole matrices, where they are computed: no tp, and no shards on the host. Prodigy no tp."""
+    reasons = {
+        "muon": "tp > 1: muon takes whole matrices",
+        "prodigy": "tp > 1: prodigy adds up over whole parameters",
+    }
+    for optimizer, on_host in (("adamw", True), ("muon", False), ("prodigy", True)):
         excluded = Counter()
         asked = request(residents=Residents(optimizer))
         found = [plan for plan, _passes in candidates(asked, excluded, has_tensor_table=True)]
-        assert any(plan.tp > 1 for plan in found) == any(plan.cpu_offload for plan in found) == is_offered
-        assert ("tp > 1: muon takes whole matrices" in excluded) == (not is_offered) and found
+        assert any(plan.tp > 1 for plan in found) == (optimizer not in reasons)
+        assert any(plan.cpu_offload for plan in found) == on_host
+        told = [each for each in reasons.values() if each in excluded]
+        assert told == [reason for name, reason in reasons.items() if name == optimizer]
 
 
 def test_divisors_are_all():
