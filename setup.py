@@ -34,7 +34,7 @@ TRACKERS = ["wandb", "trackio"]
 SCHEDULEFREE = ["schedulefree>=1.4"]
 # torch for CUDA brings it along; it is for a torch that does not.
 KERNELS = ["triton>=3.7"]
-DEV = ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy"]
+DEV = ["pytest", "pytest-xdist", "hypothesis", "prodigyopt", "ruff", "mypy"]
 
 
 PACKAGE = Path(__file__).with_name("opensora_accel") / "__init__.py"

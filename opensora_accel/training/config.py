@@ -97,16 +97,7 @@ class TrainConfig:
     in the file): {"81x480x832": {"checkpoint": "full", "offload": "auto"}}."""
 
     def __post_init__(self) -> None:
-        if self.optim.state != "fp32" and self.plan.precision == "fp64":
-            raise ValueError(
-                f'optim.state="{self.optim.state}" steps in fp32, and plan.precision="fp64" asks for more; set one of '
-                "them to fp32"
-            )
-        if self.optim.algorithm == "muon" and (self.plan.tp > 1 or self.plan.cpu_offload):
-            raise ValueError(
-                'optim.algorithm="muon" takes whole matrices, on the device that trains; set plan.tp to 1 and '
-                "plan.cpu_offload to False, or optim.algorithm to adamw"
-            )
+        self._check_optim()
         if self.cache_folder and not (self.codec.path or self.text.path or self.image.path):
             raise ValueError(
                 "cache_folder keeps what a VAE (codec.path) and a text encoder (text.path) computed, and this run has "
@@ -151,6 +142,23 @@ class TrainConfig:
             raise ValueError(
                 f'memory_target_gib={self.memory_target_gib:g} is what plan.offload="auto" aims at, but plan.offload '
                 f"is {self.plan.offload}; set it to auto, or leave memory_target_gib out"
+            )
+
+    def _check_optim(self) -> None:
+        if self.optim.state != "fp32" and self.plan.precision == "fp64":
+            raise ValueError(
+                f'optim.state="{self.optim.state}" steps in fp32, and plan.precision="fp64" asks for more; set one of '
+                "them to fp32"
+            )
+        if self.optim.algorithm == "muon" and (self.plan.tp > 1 or self.plan.cpu_offload):
+            raise ValueError(
+                'optim.algorithm="muon" takes whole matrices, on the device that trains; set plan.tp to 1 and '
+                "plan.cpu_offload to False, or optim.algorithm to adamw"
+            )
+        if self.optim.algorithm == "prodigy" and self.plan.tp > 1:
+            raise ValueError(
+                'optim.algorithm="prodigy" adds up over whole parameters, which plan.tp cuts; set plan.tp to 1, or '
+                "optim.algorithm to adamw"
             )
 
     def _check_experts(self) -> None:

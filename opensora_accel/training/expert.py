@@ -88,11 +88,11 @@ class Expert:
             )
 
     def begin(self) -> float:
-        """Begins a step; its learning rate."""
+        """Begins a step; its learning rate, of Prodigy that of the schedule times what it has found so far."""
         rate = learning_rate(self.config.optim, self.state.step, self.config.steps)
         set_learning_rate(self.state.optimizer, rate)
         self._total.zero_()
-        return rate
+        return rate * float(self.state.optimizer.param_groups[0].get("d", 1.0))
 
     def give_up(self) -> None:
         """Forgets the gradients of a step that was begun."""

@@ -388,6 +388,10 @@ class Trainer:
             }
             metrics["loss"] = statistics.fmean(each["loss"] for each in found)
             metrics["grad_norm"] = math.hypot(*(each["grad_norm"] for each in found))
+            if self.config.optim.algorithm == "prodigy":  # each finds its own
+                metrics |= {
+                    f"lr/{expert.name}": rate for expert, rate in zip(self.experts, rates, strict=True)
+                }
         metrics |= {"lr": rates[0], "tokens": num_tokens}
         if self.config.data.buckets:
             metrics |= {f"clips/{size}": count for size, count in num_clips.items()}

@@ -20,7 +20,7 @@ from shardformer import blocks_of
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW with moments in the form of `config.state`, or Muon for matrices of blocks; decay on matrices only."""
+    """AdamW with moments in the form of `config.state`, Muon for blocks' matrices, or Prodigy; matrices decay."""
     # Biases, norms and embeddings of single vectors are better not drawn towards 0.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -37,6 +37,10 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         free.train()  # for good: `FreeAverage` leaves its weights alone
         optimizer: torch.optim.Optimizer = free
         return optimizer
+    if config.algorithm == "prodigy":
+        from opensora_accel.training.prodigy import Prodigy
+
+        return Prodigy(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     # On a GPU one kernel steps all parameters, where a loop would launch several for each.
     options: dict[str, Any] = {
         "lr": config.lr,
@@ -206,15 +210,14 @@ class FreeAverage:
             parameter.copy_(weights[name])
 
 
-# What schedule-free AdamW keeps of all parameters together.
-_FREE_NUMBERS = ("k", "weight_sum", "lr_max")
+# What schedule-free AdamW and Prodigy keep of all parameters together. Both count their steps.
+_FREE_NUMBERS, _PRODIGY_NUMBERS = ("k", "weight_sum", "lr_max"), ("k", "d", "d_numerator")
+_NUMBERS = dict.fromkeys(_FREE_NUMBERS + _PRODIGY_NUMBERS)
 
 
 def numbers_of(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
     """What the optimizer keeps beside tensors, for each group of parameters."""
-    return [
-        {name: group[name] for name in _FREE_NUMBERS if name in group} for group in optimizer.param_groups
-    ]
+    return [{name: group[name] for name in _NUMBERS if name in group} for group in optimizer.param_groups]
 
 
 def set_numbers(optimizer: torch.optim.Optimizer, numbers: Sequence[Mapping[str, float]]) -> None:
@@ -228,15 +231,21 @@ def set_numbers(optimizer: torch.optim.Optimizer, numbers: Sequence[Mapping[str,
             f"the saved state has {len(numbers)} groups of parameters, and this optimizer has "
             f"{len(optimizer.param_groups)}; resume with the options of optim that it was saved with"
         )
-    for group, saved in zip(optimizer.param_groups, numbers, strict=True):
-        if {name for name in _FREE_NUMBERS if name in group} != set(saved):
-            kind, other = ("not free", "free") if saved == {} else ("free", "not free")
+    for group, own, saved in zip(optimizer.param_groups, numbers_of(optimizer), numbers, strict=True):
+        if own.keys() != saved.keys():
             raise ValueError(
-                f"the saved state was trained with an optim.schedule that is {kind}, and this one is {other}, whose "
-                "optimizer keeps other values; resume with the schedule it had, or begin a new run with --model.path "
-                "set to its transformer"
+                f"the saved state was trained with {_kind_of(saved)}, and this run has {_kind_of(own)}, whose "
+                "optimizer keeps other values; resume with the options of optim that it had, or begin a new run with "
+                "--model.path set to its transformer"
             )
         group.update(saved)
+
+
+def _kind_of(numbers: Mapping[str, float]) -> str:
+    """What of `OptimConfig` makes an optimizer keep these."""
+    if "d" in numbers:
+        return 'optim.algorithm="prodigy"'
+    return 'optim.schedule="free"' if numbers else "AdamW and a schedule"
 
 
 def check_schedule_free(config: OptimConfig) -> None:

@@ -59,7 +59,7 @@ def job_of(config: TrainConfig) -> Job:
         tuple((size.workload(1), 1.0) for size in sizes.values()),
         config.plan.precision,
         Residents(
-            "muon" if config.optim.algorithm == "muon" else _MOMENTS[config.optim.state],
+            _MOMENTS[config.optim.state] if config.optim.algorithm == "adamw" else config.optim.algorithm,
             bool(config.optim.ema_decay),
             {kind: Frozen(*part) for kind, part in frozen_parts(config).items()},
         ),

@@ -398,13 +398,13 @@ class ValidationConfig:
 
 @options
 class OptimConfig:
-    """AdamW or Muon, its schedule and what surrounds it."""
+    """AdamW, Muon or Prodigy, its schedule and what surrounds it."""
 
     lr: NotNegative = 1e-3
-    """Peak learning rate."""
-    algorithm: Literal["adamw", "muon"] = "adamw"
+    """Peak learning rate; prodigy, which finds the rate, multiplies what it found by it, and takes 1."""
+    algorithm: Literal["adamw", "muon", "prodigy"] = "adamw"
     """How parameters step; muon makes the steps of the blocks' matrices orthogonal, with the length of AdamW's, and
-    takes AdamW for all else."""
+    takes AdamW for all else; prodigy is Adam that finds its learning rate."""
     betas: tuple[Share, Share] = (0.9, 0.99)
     """Adam's decay rates."""
     eps: AboveZero = 1e-8
@@ -433,6 +433,8 @@ class OptimConfig:
                 'optim.algorithm="muon" keeps its average in fp32 and has a schedule; set optim.state to fp32 and '
                 "optim.schedule to cosine or constant, or optim.algorithm to adamw"
             )
+        if self.algorithm == "prodigy":
+            self._check_prodigy()
         if self.schedule != "free":
             return
         if self.ema_decay:
@@ -446,4 +448,16 @@ class OptimConfig:
         if not self.betas[0]:
             raise ValueError(
                 'optim.schedule="free" divides by the first of optim.betas; set it above 0, as 0.9'
+            )
+
+    def _check_prodigy(self) -> None:
+        if self.state != "fp32" or self.schedule == "free":
+            raise ValueError(
+                'optim.algorithm="prodigy" keeps what it has in fp32 and has a schedule; set optim.state to fp32 and '
+                "optim.schedule to cosine or constant, or optim.algorithm to adamw"
+            )
+        if self.lr < 0.1:
+            raise ValueError(
+                f'optim.algorithm="prodigy" finds the learning rate and multiplies it by optim.lr, and {self.lr:g} '
+                "is a learning rate of AdamW; set --optim.lr 1"
             )

@@ -172,7 +172,7 @@ BAD: dict[str, list[Any]] = {
     "optim.eps": [0, -1e-8, NAN, INF],
     "optim.state": ["2bit", 8, None],
     "optim.weight_decay": [-0.1, NAN],
-    "optim.algorithm": ["lion"],
+    "optim.algorithm": ["prodigy"],  # at a learning rate of AdamW
     "optim.schedule": ["linear", 3],
     "optim.warmup_steps": [-1, 0.5, NAN],
     "optim.clip_norm": [-1, INF],

@@ -62,8 +62,8 @@ from opensora_accel.watchdog import BACKGROUND
 
 # The name of the threads that write.
 SAVING = "saved state"
-# What AdamW keeps of a parameter; z is of the one without a schedule.
-ENTRIES = ("exp_avg", "exp_avg_sq", "z", "step")
+# What AdamW keeps of a parameter; z is of the one without a schedule, s and p0 are Prodigy's.
+ENTRIES = ("exp_avg", "exp_avg_sq", "z", "s", "p0", "step")
 _POLL_S = 0.05
 
 
