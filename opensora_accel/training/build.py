@@ -98,6 +98,10 @@ def build_model(
             "as Wan 2.1's for first and last frames do, and this trainer makes those of one; choose a model whose "
             "pos_embed_seq_len is null"
         )
+    if config.data.frame_rate and outline.config.get("inject_sample_info") is False:
+        raise ValueError(
+            "the model is not told the frame rate (inject_sample_info is False); leave data.frame_rate out"
+        )
     shapes: dict[Bucket, LatentShape] = {}
     for bucket in config.data.sizes:
         with _named(bucket, config.data):
@@ -205,7 +209,7 @@ def inputs_of_one(
     """What a model is called with for one clip, of latents [C, t, h, w] of this shape, and the longest caption."""
     return Inputs(
         latents=torch.empty(1, *shape),
-        timestep=torch.empty(1),
+        timestep=torch.empty(1, shape[1]) if config.flow.is_forced else torch.empty(1),
         texts=[torch.empty(1, *each) for each in texts],
         text_masks=[torch.ones(1, each.length, dtype=torch.bool) for each in texts],
         condition=condition_of_one(config, codec, shape),
@@ -284,6 +288,8 @@ def model_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextShape
         ValueError: its class does not take one of them, or not with this value.
     """
     given, recipe = given_arguments(config.model), recipe_of(config.model)
+    if config.flow.causal_block_size:
+        given["num_frame_per_block"] = config.flow.causal_block_size
     if config.model.path:
         return given
     return {**recipe.fresh, **derived_arguments(config, codec, texts), **given}
@@ -336,6 +342,9 @@ def conditioning_of(config: TrainConfig, codec: Codec) -> Conditioning | None:
     A family may have several ways, and its weights, or `model.config`, one: they have the channels for it.
     """
     ways = [each for each in recipe_of(config.model).frames if config.conditions.are_used or each.always]
+    if config.flow.is_forced:
+        # There they have a time.
+        ways = [each for each in ways if each.place == "latents"]
     channels = given_arguments(config.model).get("in_channels")
     fitting = [each for each in ways if each.input_channels(codec) == channels]
     return next(iter([*fitting, *ways]), None)
@@ -464,7 +473,15 @@ def check_sizes(bucket: Bucket, codec: Codec, model: Any) -> LatentShape:
         check_multiple(f"data.{name}", getattr(bucket, name), codec.spatial * unit, reason)
     if shape[1] % patch_time:
         check_multiple("the number of latent frames", shape[1], patch_time, "the model's patch in time")
+    block = causal_block_size(model.config)
+    if shape[1] % block:
+        check_multiple("the number of latent frames", shape[1], block, "the model's causal blocks")
     return shape
+
+
+def causal_block_size(arguments: Mapping[str, Any]) -> int:
+    """Latent frames of a block that attends to itself and those before it, by the model's arguments; 1 is no block."""
+    return int(arguments.get("num_frame_per_block") or 1)
 
 
 def tokens_per_sample(shape: LatentShape, model: Any) -> int:

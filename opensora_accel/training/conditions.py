@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.codec import Codec, LatentFrames
-from opensora_accel.training.flow import generator
+from opensora_accel.training.flow import TIMESTEPS, generator
 from opensora_accel.training.sections import ConditionsConfig
 
 
@@ -52,6 +52,8 @@ class Condition(NamedTuple):
     pictures: Tensor | None = None
     # [B, C', t, h, w], what is behind, where `given` is, of a model that has channels all the same.
     marks: Tensor | None = None
+    # The timestep of what `given` is, in 0…1000.
+    timestep: float = 0.0
 
     def put(self, noisy: Tensor) -> Tensor:
         """noisy: [B, C, t, h, w] → with what is given, [B, C + C', t, h, w] or [B, C, t, h, w]."""
@@ -65,11 +67,20 @@ class Condition(NamedTuple):
             return noisy
         return torch.where(self.given[:, None, :, None, None], self.latents, noisy)
 
+    def with_noise(self, noise: Tensor, timestep: float) -> Condition:
+        """The same, whose latents that stand in the place of noisy ones are at this timestep themselves."""
+        t = timestep / TIMESTEPS
+        return self._replace(latents=(1 - t) * self.latents + t * noise, timestep=timestep)
+
+    @property
+    def num_given(self) -> int:
+        """How many of the first latent frames stand in the place of noisy ones, in all clips."""
+        return 0 if self.given is None else int(self.given.all(0).long().cumprod(0).sum())
+
     def rows(self, rows: slice) -> Condition:
         """Those of some of the clips."""
-        return self._replace(
-            **{name: each[rows] for name, each in self._asdict().items() if isinstance(each, Tensor)}
-        )
+        of_rows: Any = {name: each[rows] for name, each in self._asdict().items() if isinstance(each, Tensor)}
+        return self._replace(**of_rows)
 
 
 class Given(NamedTuple):

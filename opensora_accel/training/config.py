@@ -103,11 +103,6 @@ class TrainConfig:
                 "cache_folder keeps what a VAE (codec.path) and a text encoder (text.path) computed, and this run has "
                 "neither; set one of them, or leave cache_folder out"
             )
-        if self.image.is_used and not self.conditions.give_first_frame:
-            raise ValueError(
-                "image encodes the first frame where that is given, and conditions give it of no clip; set "
-                "conditions.i2v_head above 0, or leave image.path and image.width out"
-            )
         if self.data.regularisation and not self.lora.is_used:
             raise ValueError(
                 "data.regularisation is for a run of adapters, which asks the model without them; set lora.rank, or "
@@ -120,6 +115,7 @@ class TrainConfig:
                 "pipeline"
             )
         self._check_experts()
+        self._check_given_frames()
         if self.sample_every and not (self.num_samples or self.sample_captions):
             raise ValueError(
                 "sample_every has nothing to sample: num_samples is 0, and there are no sample_captions; set one of "
@@ -159,6 +155,18 @@ class TrainConfig:
             raise ValueError(
                 'optim.algorithm="prodigy" adds up over whole parameters, which plan.tp cuts; set plan.tp to 1, or '
                 "optim.algorithm to adamw"
+            )
+
+    def _check_given_frames(self) -> None:
+        if self.image.is_used and not self.conditions.give_first_frame:
+            raise ValueError(
+                "image encodes the first frame where that is given, and conditions give it of no clip; set "
+                "conditions.i2v_head above 0, or leave image.path and image.width out"
+            )
+        if self.flow.addnoise_condition and not self.conditions.are_used:
+            raise ValueError(
+                "flow.addnoise_condition is for frames that are given, and this run gives none; set "
+                "conditions.i2v_head above 0, or leave it out"
             )
 
     def _check_experts(self) -> None:

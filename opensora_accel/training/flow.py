@@ -3,11 +3,17 @@
 A clip x = 2 with noise ε = 8 is at t = 0.5 the noisy 5, and the model learns to answer 6, which points from the clip to
 the noise. A sample starts at ε = 8 and walks back in Euler steps: 3 steps of −1/3 with the right answer end at 2.
 
+Under diffusion forcing each latent frame has a time of its own. A clip of three latent frames 2 with noise 8, at times
+0.25, 0.5 and 1, is the noisy 3.5, 5 and 8. The answer is still 6 everywhere, and a sample may finish its first frames
+while the last ones have not begun (`staggered`).
+
 Every draw follows from a seed, a purpose and a sample's position in the job, and never from the rank that draws.
 
 Source: Rectified Flow (arXiv:2209.03003); logit-normal times and the shift: SD3 (arXiv:2403.03206); the shift's
 growth with resolution and length: Open-Sora 2.0 (arXiv:2503.09642); its growth with tokens: LTX-Video
-(ltx_video/schedulers/rf.py); the bell: DiffSynth-Studio's training of Wan (diffsynth/diffusion/flow_match.py).
+(ltx_video/schedulers/rf.py); the bell: DiffSynth-Studio's training of Wan (diffsynth/diffusion/flow_match.py); times of
+frames: Diffusion Forcing (arXiv:2407.01392); non-decreasing ones: AR-Diffusion's FoPP (arXiv:2503.07418), which
+SkyReels-V2 was trained with (arXiv:2504.13074).
 """
 
 from __future__ import annotations
@@ -57,13 +63,20 @@ def shifted(t: Tensor, alpha: float) -> Tensor:
     return alpha * t / (1 + (alpha - 1) * t)
 
 
-def draw_times(config: FlowConfig, alpha: float, seed: int, positions: Sequence[int]) -> Tensor:
+def draw_times(
+    config: FlowConfig, alpha: float, seed: int, positions: Sequence[int], num_frames: int = 1
+) -> Tensor:
     """[B] in `config.time_range`, fp64: each sample's time follows from the seed and its position in the job.
+
+    Under diffusion forcing they are [B, num_frames], a time for each latent frame.
 
     A range takes as much of the distribution as lies in it, after the shift: with α = 5 an expert of 0.875 to 1 learns
     the times that are 0.583 to 1 before it.
     """
     rngs = [generator(seed, "time", position) for position in positions]
+    if config.is_forced:
+        draw = _draw_non_decreasing if config.diffusion_forcing == "non-decreasing" else _draw_independent
+        return _times_at(config, alpha, torch.stack([draw(num_frames, rng) for rng in rngs]))
     if config.time_distribution == "stretched":
         return torch.stack([_draw_stretched(config, alpha, rng) for rng in rngs])
     if config.time_distribution == "uniform":
@@ -75,6 +88,25 @@ def draw_times(config: FlowConfig, alpha: float, seed: int, positions: Sequence[
             return shifted((config.logit_mean + config.logit_std * normal).sigmoid(), alpha)
         shares = torch.special.ndtr(normal)
     return _times_at(config, alpha, shares)
+
+
+def _draw_independent(num_frames: int, rng: torch.Generator) -> Tensor:
+    """[num_frames], fp64: shares of all times, even in 0…1."""
+    return torch.rand(num_frames, generator=rng, dtype=torch.float64)
+
+
+def _draw_non_decreasing(num_frames: int, rng: torch.Generator) -> Tensor:
+    """[num_frames], fp64: shares of all times, none less than the one before it.
+
+    One frame, any of them, has a share u that is even in 0…1. All non-decreasing shares with this one are as likely:
+    those of the frames before it are even in 0…u and sorted, those behind it in u…1. FoPP draws the same of a thousand
+    timesteps, by a table of how many ways lead on from each.
+    """
+    frame = int(torch.randint(num_frames, (), generator=rng))
+    shares = torch.rand(num_frames, generator=rng, dtype=torch.float64)
+    before, known, behind = shares[:frame], shares[frame], shares[frame + 1 :]
+    behind = known + (1 - known) * behind
+    return torch.cat([known * before.sort().values, known[None], behind.sort().values])
 
 
 # Of a normal distribution, 0.5 % and 99.9 %.
@@ -121,7 +153,7 @@ def _between(ends: Tensor, shares: Tensor) -> Tensor:
 
 
 def loss_weights(config: FlowConfig, alpha: float, times: Tensor) -> Tensor | None:
-    """What each of `times` [B] counts in the loss, [B]; None where all count 1.
+    """What each of `times`, [B] or [B, t], counts in the loss, of that shape; None where all count 1.
 
     The bell exp(−2(t − ½)²) is 0 at both ends after its value there is taken off, and 1 in the mean over the times that
     are drawn, so that the learning rate keeps its meaning.
@@ -163,6 +195,12 @@ def drop_captions(captions: Sequence[str], share: float, seed: int, positions: S
     return ["" if draw < share else caption for draw, caption in zip(draws, captions, strict=True)]
 
 
+def over_latents(values: Tensor, like: Tensor) -> Tensor:
+    """values [B], or [B, t] of latent frames → [B, 1, 1, …] or [B, 1, t, …], to broadcast over `like` [B, C, t, …]."""
+    values = values.unsqueeze(1) if values.dim() > 1 else values
+    return values.view(*values.shape, *[1] * (like.dim() - values.dim()))
+
+
 @dataclass(frozen=True)
 class Stream:
     """What a model makes of B samples at a time: clips, or the sound of clips, each a stream of its own."""
@@ -179,8 +217,8 @@ class Stream:
     alpha: float = 1.0
 
     def noisy(self, times: Tensor) -> Tensor:
-        """[B, C, …] at the clips' times [B] in 0…1."""
-        t = self._each(shifted(times, self.alpha).to(self.clean))
+        """[B, C, …] at the clips' times in 0…1, [B] or [B, t]."""
+        t = over_latents(shifted(times, self.alpha).to(self.clean), self.clean)
         return (1 - t) * self.clean + t * self.noise
 
     def loss(self, velocity: Tensor, weights: Tensor | None, huber: float) -> Tensor:
@@ -195,12 +233,8 @@ class Stream:
             share = learned.mean(tuple(range(1, learned.dim())), keepdim=True)
             squares = squares * (learned / torch.where(share > 0, share, 1.0))
         if weights is not None:
-            squares = squares * self._each(weights.to(squares))
+            squares = squares * over_latents(weights.to(squares), squares)
         return squares.mean()
-
-    def _each(self, of_samples: Tensor) -> Tensor:
-        """[B] → [B, 1, …], to be broadcast over the latents."""
-        return of_samples.view(-1, *[1] * (self.clean.dim() - 1))
 
 
 def flow_loss(
@@ -216,9 +250,9 @@ def flow_loss(
     Where a model makes several streams, it is the sum over these.
 
     Args:
-        predict: gives the velocity [B, C, …] of each stream, for latents of that shape and timesteps [B].
-        times: [B] in 0…1.
-        weights: [B], what each sample's mean counts; 1 without.
+        predict: gives the velocity [B, C, …] of each stream, for latents of that shape and timesteps like `times`.
+        times: [B] in 0…1, or [B, t] of latent frames.
+        weights: like `times`, what each sample's or frame's mean counts; 1 without.
         huber: c of 2c(√(e² + c²) − c) in place of the square of an error e: e² where it is small, 2c|e| where it is
             large. 0 is the square everywhere.
     """
@@ -242,19 +276,50 @@ def sample(
     """Latents [B, C, …] from noise of that shape, by Euler steps along the times [steps + 1], from about 1 to 0.
 
     Args:
-        predict: gives the velocity of each stream, for the latents of each and a timestep [B] of the clips.
+        predict: gives the velocity of each stream, for the latents of each and a timestep [B], or [B, t], of the clips.
+        times: or [steps + 1, t], of each latent frame (`staggered`).
         noise: of each stream.
         alphas: by how much the times of each stream are shifted, against those of the clips; None shifts none.
     """
     latents, first = [*noise], noise[0]
     # Of each stream, from one time to the next: below 0, from noise towards the clip.
-    steps = [shifted(times, alpha).diff().tolist() for alpha in alphas or [1.0] * len(noise)]
-    for number, now in enumerate(times[:-1].tolist()):
-        timestep = torch.full((first.size(0),), now * TIMESTEPS, dtype=torch.float64, device=first.device)
+    steps = [shifted(times, alpha).diff(dim=0) for alpha in alphas or [1.0] * len(noise)]
+    for number, now in enumerate(times[:-1].double()):
+        timestep = (now * TIMESTEPS).repeat(first.size(0), *[1] * now.dim()).to(first.device)
         velocities = predict(latents, timestep)
         # x_{t'} = x_t + (t' − t)·v
         latents = [
-            each + step[number] * velocity.to(each.dtype)
+            _stepped(each, step[number], velocity.to(each.dtype))
             for each, velocity, step in zip(latents, velocities, steps, strict=True)
         ]
     return latents
+
+
+def _stepped(latents: Tensor, step: Tensor, velocity: Tensor) -> Tensor:
+    """Latents [B, C, t, …], moved along a velocity of that shape by a step, a number or [t] of each latent frame."""
+    if not step.dim():
+        return latents + step.item() * velocity
+    # In fp64, as the steps are, and rounded once.
+    return (latents + over_latents(step[None].to(latents.device), latents) * velocity).to(latents.dtype)
+
+
+def staggered(times: Tensor, num_frames: int, ar_step: int, block: int, num_given: int = 0) -> Tensor:
+    """The times of each latent frame in a sample whose blocks begin one after the other, [rows + 1, num_frames].
+
+    Three frames in blocks of one, each `ar_step` 1 behind the one before it, at the times 1, 0.5 and 0:
+
+        1    0.5  0    0    0
+        1    1    0.5  0    0
+        1    1    1    0.5  0      time after time →
+
+    Args:
+        times: [steps + 1], that each of them passes.
+        ar_step: 0 begins with all. A block waits for no more than all steps of the one before it.
+        block: latent frames of a block.
+        num_given: the first latent frames that are given, whose whole blocks nothing waits for.
+    """
+    num_steps = len(times) - 1
+    blocks = (torch.arange(num_frames) // block - num_given // block).clamp(min=0)
+    starts = blocks * min(ar_step, num_steps)
+    rows = torch.arange(num_steps + int(starts.max()) + 1)
+    return times[(rows[:, None] - starts).clamp(0, num_steps)]

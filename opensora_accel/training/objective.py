@@ -199,7 +199,7 @@ class Objective:
         config, seed = self.config.flow, self.config.seed
         captions = drop_captions(batch.captions, config.caption_drop, seed, batch.positions)
         alpha = self.time_shift(batch.bucket)
-        times = self.recipe.draw_times(config, alpha, seed, batch.positions)
+        times = self.recipe.draw_times(config, alpha, seed, batch.positions, batch.clean.size(2))
         predict = partial(self.predict, bucket=batch.bucket, captions=captions, condition=batch.condition)
         streams = batch.streams(seed, config.noise_offset, self.sound_alpha(batch.bucket))
         if batch.is_regularisation is not None:
@@ -257,7 +257,7 @@ class Objective:
 
         Args:
             noisy: latents [B, C, …] of each stream, the clips' first.
-            timestep: [B].
+            timestep: [B], or [B, t] of latent frames.
             bucket: of all B clips.
             condition: what is given of the clips; None is nothing.
             guidance: what a model is told that was distilled from guided ones.

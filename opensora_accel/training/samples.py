@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from opensora_accel.files import replacing
 from opensora_accel.training.buckets import Bucket
+from opensora_accel.training.build import causal_block_size
 from opensora_accel.training.conditions import Condition, weights_of
 from opensora_accel.training.data import Clip
-from opensora_accel.training.flow import generator, sample
+from opensora_accel.training.flow import draw_noise, generator, sample, staggered
 from opensora_accel.training.objective import Objective
 from opensora_accel.training.sections import DataConfig
 from opensora_accel.training.video import UnreadableVideo, Video, read_clip
@@ -154,24 +156,37 @@ def sample_latents(
     """The latents that the model makes of noise by N captions: [N, C, …] of each stream, the clips' first."""
     config, recipe = objective.config.flow, objective.recipe
 
+    steps = itertools.count()
+
     def guided(latents: list[Tensor], timestep: Tensor) -> list[Tensor]:
-        """latents [N, C, …] of each stream and timestep [N] → their velocities."""
-        expert = objective.at(timestep)
+        """latents [N, C, …] of each stream and timestep [N], or [N, t], → their velocities."""
+        expert, given = objective.at(timestep), condition
+        if given is not None and config.addnoise_condition:
+            # Of each step, as the pipeline has it.
+            purpose, numbers = f"noise of given frames, step {next(steps)}", range(len(captions))
+            drawn = draw_noise(given.latents, objective.config.seed, numbers, purpose=purpose)
+            given = given.with_noise(drawn, config.addnoise_condition)
         arguments: Any = expert.model.config
         # Distilled from guided answers, and told by how much they are to be guided.
         if arguments.get("guidance_embeds"):
-            return expert.predict(latents, timestep, bucket, captions, condition, config.guidance)
-        conditional = expert.predict(latents, timestep, bucket, captions, condition)
+            return expert.predict(latents, timestep, bucket, captions, given, config.guidance)
+        conditional = expert.predict(latents, timestep, bucket, captions, given)
         # At 1 the unconditional part cancels, and half of the model's calls are saved.
         if config.guidance == 1.0:
             return conditional
-        unconditional = expert.predict(latents, timestep, bucket, [""] * len(captions), condition)
+        unconditional = expert.predict(latents, timestep, bucket, [""] * len(captions), given)
         return [
             without + config.guidance * (velocity - without)
             for without, velocity in zip(unconditional, conditional, strict=True)
         ]
 
     times = recipe.sample_times(config.sample_steps, objective.time_shift(bucket))
+    if config.is_forced:
+        arguments: Any = objective.model.config
+        num_given = 0 if condition is None else condition.num_given
+        times = staggered(
+            times, noise[0].size(2), config.ar_step, causal_block_size(arguments), num_given=num_given
+        )
     clips, *others = sample(
         guided,
         [recipe.start(noise[0], times), *noise[1:]],

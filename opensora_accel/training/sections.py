@@ -286,6 +286,9 @@ class FlowConfig:
     boundary: Share = 0.0
     """Trains two experts on the same clips, each with its own optimizer: the high-noise one of model.path from this
     time to 1, the low-noise one of model.path_2 from 0 to it; Wan 2.2's T2V has 0.875, its I2V 0.9. 0 trains one."""
+    diffusion_forcing: Literal["none", "independent", "non-decreasing"] = "none"
+    """A time of its own for each latent frame, of a model that takes them (SkyReels-V2): independent ones, or a frame's
+    is never less than that of the frame before it, as its authors train; none has one time for a clip."""
     weighting: Literal["none", "bell"] = "none"
     """What a time counts in the loss: all the same, or most in the middle and nothing at the ends; 1 in the mean."""
     min_snr: NotNegative = 0.0
@@ -303,8 +306,37 @@ class FlowConfig:
     """Euler steps of a sampled clip; those of a model of noise levels are DDIM's."""
     guidance: float = 1.0
     """Classifier-free guidance of sampled clips; 1 is none."""
+    ar_step: CountOrNone = 0
+    """With diffusion forcing, steps of a sampled clip by which each causal block is behind the one before it; 0 takes
+    all together."""
+    causal_block_size: CountOrNone = 0
+    """With diffusion forcing, latent frames of a causal block, which attends to itself and to those before it, in
+    training and in samples; 0 leaves the model as it is (num_frame_per_block)."""
+    addnoise_condition: Annotated[float, Field(ge=0, lt=1000)] = 0.0
+    """With diffusion forcing, the time, in 0 to 1000, up to which frames that are given to a sample are noisy; 20 is
+    usual."""
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether each latent frame has a time of its own."""
+        return self.diffusion_forcing != "none"
 
     def __post_init__(self) -> None:
+        if not self.is_forced and (self.ar_step or self.causal_block_size or self.addnoise_condition):
+            raise ValueError(
+                "flow.ar_step, flow.causal_block_size and flow.addnoise_condition are for a model whose latent frames "
+                "have times of their own; set flow.diffusion_forcing, or leave them out"
+            )
+        if self.is_forced and (self.boundary or self.time_distribution == "stretched"):
+            raise ValueError(
+                "flow.boundary and stretched times are of one time for a clip; leave them out, or set "
+                "flow.diffusion_forcing to none"
+            )
+        if self.diffusion_forcing == "non-decreasing" and self.weighting != "none":
+            raise ValueError(
+                "flow.weighting counts times by how often they are drawn, and non-decreasing ones are drawn more often "
+                "at both ends; leave it out, or set flow.diffusion_forcing to independent"
+            )
         if self.time_distribution == "uniform" and (self.logit_mean, self.logit_std) != (0, 1):
             raise ValueError(
                 'flow.logit_mean and flow.logit_std are for flow.time_distribution="logit-normal"; set it, or leave '

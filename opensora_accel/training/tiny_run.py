@@ -77,12 +77,15 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
     not clipped: clipping to one norm would hide a factor on all of them. VAE and text encoder are small stand-ins:
     neither is trained.
     """
+    arguments = build.given_arguments(config.model)
+    is_causal = max(config.flow.causal_block_size, build.causal_block_size(arguments)) > 1
     data = dataclasses.replace(
         config.data,
         folder=str(folder),
         folders={},
         regularisation=(),
-        num_frames=5,
+        # Three causal blocks where there are any.
+        num_frames=6 if is_causal else 5,
         frame_stride=1,
         height=24,
         width=40,
@@ -118,7 +121,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         cache_folder="",
         resume="",
         data=data,
-        model=_tiny_model(config.model, conditioning),
+        model=_tiny_model(config.model, conditioning, is_causal),
         codec=CodecConfig(patch=_PATCH),
         # As wide as LTX-2.3 attends to, whose states are projected to no other width.
         text=TextConfig(
@@ -127,6 +130,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         ),
         image=ImageConfig(width=16 if config.image.is_used else 0),
         conditions=conditions,
+        flow=dataclasses.replace(config.flow, causal_block_size=0),
         optim=optim,
         bucket_plans={},
         validation=ValidationConfig(),
@@ -134,7 +138,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
     )
 
 
-def _tiny_model(config: ModelConfig, conditioning: Conditioning | None) -> ModelConfig:
+def _tiny_model(config: ModelConfig, conditioning: Conditioning | None, is_causal: bool) -> ModelConfig:
     cls, recipe = build.model_class(config), build.recipe_of(config)
     known = inspect.signature(cls.__init__).parameters
     # Those that follow from codec and text encoder follow here from the small ones.
@@ -149,6 +153,8 @@ def _tiny_model(config: ModelConfig, conditioning: Conditioning | None) -> Model
         # By its channels a model says how it takes frames.
         channels = 3 * _PATCH**2
         arguments["in_channels"] = channels + conditioning.num_channels(channels, 1)
+    if is_causal:
+        arguments["num_frame_per_block"] = 2
     if given.get("use_learned_positional_embeddings"):
         # It takes clips of one size.
         arguments |= {"sample_frames": 5, "sample_height": 24 // _PATCH, "sample_width": 40 // _PATCH}
@@ -253,7 +259,7 @@ class TrueSize:
         sound = None if self.sound is None else torch.randn(batch, *self.sound.shape[1:], dtype=dtype)
         return Inputs(
             latents=torch.randn(batch, *self.latents, dtype=dtype),
-            timestep=torch.rand(batch),
+            timestep=self.times(batch),
             texts=[torch.randn(batch, *each, dtype=dtype) for each in self.texts],
             text_masks=[torch.ones(batch, each.length, dtype=torch.bool) for each in self.texts],
             condition=condition,
@@ -263,6 +269,10 @@ class TrueSize:
             sound=sound,
             num_tokens=[[each.length] * batch for each in self.texts],
         )
+
+    def times(self, batch: int) -> torch.Tensor:
+        """Times of so many clips, [B], or [B, t] of latent frames; drawn at random."""
+        return torch.rand(batch, self.latents[1]) if self.config.flow.is_forced else torch.rand(batch)
 
     def step(self, model: nn.Module, run: Run) -> None:
         """Forward and backward of one batch, as the trainer has them."""
@@ -288,7 +298,7 @@ class TrueSize:
         drawn = self.inputs(batch, weight_dtype(run.plan))
 
         def predict(noisy: list[torch.Tensor], timestep: torch.Tensor) -> list[torch.Tensor]:
-            """noisy [B, ...] of each stream and timestep [B] → their velocities."""
+            """noisy [B, ...] of each stream and timestep [B], or [B, t], → their velocities."""
             sound = noisy[1] if len(noisy) == 2 else None
             inputs = dataclasses.replace(drawn, latents=noisy[0], timestep=timestep, sound=sound)
             return recipe.predict(forward, inputs)
@@ -303,7 +313,7 @@ class TrueSize:
             with nullcontext() if is_last or not is_ddp else cast(Any, forward).no_sync():
                 clean = [drawn.latents, *([] if drawn.sound is None else [drawn.sound])]
                 streams = [Stream(each, torch.randn_like(each)) for each in clean]
-                flow_loss(predict, streams, torch.rand(batch)).backward()
+                flow_loss(predict, streams, self.times(batch)).backward()
 
         return all_clips
 

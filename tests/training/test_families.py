@@ -29,6 +29,8 @@ FAMILIES = [
 
 def config_of(name, clips, output, plan=None, **changes):
     changes = {"model": {"class_name": name, "config": dict(RECIPES[name].tiny)}, "steps": 4, **changes}
+    if RECIPES[name].takes_forcing:
+        changes = {"flow.diffusion_forcing": "non-decreasing", **changes}
     return tiny_config(clips, output, plan, **changes)
 
 
@@ -77,10 +79,13 @@ def adapted(config):
     shapes += [of_sound] if of_sound else []
     rng = torch.Generator().manual_seed(1)
     noise = [torch.randn(1, *shape, generator=rng) for shape in shapes]
+    timestep = torch.tensor([500.0])
+    if config.flow.is_forced:
+        timestep = torch.linspace(200, 900, shapes[0][1])[None]
 
     @torch.no_grad()
     def velocity():
-        velocities = objective.predict(noise, torch.tensor([500.0]), bucket, [CAPTION])
+        velocities = objective.predict(noise, timestep, bucket, [CAPTION])
         return torch.cat([each.flatten() for each in velocities])
 
     with trainer.state.ema.applied():

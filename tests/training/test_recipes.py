@@ -68,6 +68,10 @@ class Family:
     given: dict[str, Any] = dataclasses.field(default_factory=dict)
     # And of the model.
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Of the run's `flow`.
+    flow: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # The pipeline, where it is not the recipe's.
+    pipeline: str = ""
     # Tokens of a caption: with a template, room for the caption behind it.
     length: int = 8
     # What makes latents of sound, and what makes sound of spectrograms.
@@ -119,10 +123,23 @@ KARRAS = {
     "solver_order": 1,
     "disable_corrector": list(range(STEPS)),
 }
+FORCING = {"diffusion_forcing": "non-decreasing"}
 ROTARY = {"use_rotary_positional_embeddings": True, "sample_height": 4, "sample_width": 6}
 # By the class of the model, and what is published under one.
 FAMILIES = {
     "WanTransformer3DModel": Family(wan_vae, {"shift": 3.0}, 3.0, (9, 32, 48)),
+    "SkyReelsV2Transformer3DModel": Family(wan_vae, {"shift": 8.0}, 8.0, (9, 32, 48), flow=FORCING),
+    "SkyReelsV2Transformer3DModel, causal blocks": Family(
+        wan_vae,
+        {"shift": 8.0},
+        8.0,
+        (13, 32, 48),
+        {"ar_step": 2, "causal_block_size": 2},
+        flow=FORCING | {"ar_step": 2, "causal_block_size": 2},
+    ),
+    "SkyReelsV2Transformer3DModel, one time": Family(
+        wan_vae, {"shift": 8.0}, 8.0, (9, 32, 48), pipeline="SkyReelsV2Pipeline"
+    ),
     "LTXVideoTransformer3DModel": Family(ltx_vae, LTX, "ltx", (9, 32, 64), {"frame_rate": FRAME_RATE}),
     "MochiTransformer3DModel": Family(mochi_vae, {"invert_sigmas": True}, 1.0, (7, 32, 48)),
     "CogVideoXTransformer3DModel, 2B": Family(
@@ -222,6 +239,11 @@ FROM_FRAMES = {
     "Wan 2.2 5B": FromFrame(
         "WanTransformer3DModel", WAN_FRAME, {"expand_timesteps": True}, {"in_channels": 16}
     ),
+    "SkyReels-V2": FromFrame(
+        "SkyReelsV2Transformer3DModel",
+        "SkyReelsV2DiffusionForcingImageToVideoPipeline",
+        config={"inject_sample_info": True},
+    ),
     "LTX-Video": FromFrame(
         "LTXVideoTransformer3DModel",
         "LTXImageToVideoPipeline",
@@ -251,7 +273,10 @@ FROM_FRAMES = {
 
 # One of those that have the same; that of HunyuanVideo 1.5 takes long to decode.
 OF_OWN_VAE = [
-    name for name in FAMILIES if not name.endswith(("2B", "1.5", "distilled")) and "Video15" not in name
+    name
+    for name in FAMILIES
+    if not name.endswith(("2B", "1.5", "distilled"))
+    and not any(each in name for each in ("Video15", "SkyReels"))
 ]
 
 
@@ -335,6 +360,24 @@ def exact_scheduler(options, times):
     return Exact(**options)
 
 
+def force_exactly(pipeline, times):
+    """Has a pipeline of diffusion forcing take our times: its own are whole numbers, and 999 before a frame begins."""
+    generate, prepare = pipeline.generate_timestep_matrix, pipeline.prepare_latents
+
+    def generate_exactly(*arguments):
+        matrix, numbers, *others = generate(*arguments)
+        exact = torch.cat([times[:1], times])[numbers] * 1000
+        assert (exact - matrix).abs().max() <= 1
+        return exact, numbers, *others
+
+    def prepare_all(*arguments, **options):
+        found = prepare(*arguments, **options)
+        # From text it forgets to say how many frames there are, where it is given noise (diffusers 0.42).
+        return (found, found.size(2), None, 0) if isinstance(found, torch.Tensor) else found
+
+    pipeline.generate_timestep_matrix, pipeline.prepare_latents = generate_exactly, prepare_all
+
+
 @contextmanager
 def without_rounding():
     """Pipelines cast the prediction to fp32, and mix it so."""
@@ -358,7 +401,7 @@ def setting(name, vae=None, frame=None):
             "conditions": {"t2v": 0.0, "i2v_head": 1.0} if frame else {},
             "image": {"width": frame.picture_width if frame else 0},
             "text": {"length": family.length, "width": 32},
-            "flow": {"shift": family.shift, "guidance": GUIDANCE, "sample_steps": STEPS},
+            "flow": {"shift": family.shift, "guidance": GUIDANCE, "sample_steps": STEPS, **family.flow},
         },
         "the test",
     )
@@ -398,9 +441,11 @@ def setting(name, vae=None, frame=None):
     parts |= frame.given if frame else {}
     # Cosmos's rounds one over the standard deviations of latents when it is made.
     with without_rounding():
-        pipeline = getattr(diffusers, frame.pipeline if frame else recipe.pipeline)(
+        pipeline = getattr(diffusers, frame.pipeline if frame else family.pipeline or recipe.pipeline)(
             **parts, scheduler=exact_scheduler(family.scheduler, times)
         )
+    if config.flow.is_forced:
+        force_exactly(pipeline, times)
     pipeline.tokenizer_max_length = family.length
     pipeline.set_progress_bar_config(disable=True)
     return SimpleNamespace(
@@ -449,6 +494,8 @@ def by_pipeline(made, noise, output_type, captions=CAPTIONS, *, whole=False, **g
             for row in range(len(captions))
         ]
         return (numpy if isinstance(rows[0], numpy.ndarray) else torch).concatenate(rows)
+    # Some ask for it where it is not installed; captions here have nothing to mend.
+    vars(sys.modules[type(made.pipeline).__module__]).setdefault("ftfy", SimpleNamespace(fix_text=str))
     answer = made.pipeline(
         prompt=captions,
         negative_prompt=[""] * len(captions),
@@ -495,8 +542,6 @@ def test_a_sample_that_begins_with_a_frame_is_the_pipelines(name, monkeypatch):
         monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
         # What it does to a clip afterwards.
         monkeypatch.setattr(made.pipeline, "normalize_first_frame", lambda latents: latents)
-    # Wan's asks for it where it is not installed; captions here have nothing to mend.
-    monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=str), raising=False)
     # Of pixels that are the same however they are scaled.
     frames = torch.randint(
         0, 2, (1, size.num_frames, size.height, size.width, 3), dtype=torch.uint8, generator=generator

@@ -28,6 +28,7 @@ RECIPES: dict[str, Recipe] = {
     for recipe in (
         wan.RECIPE,
         wan.LIKE_WAN,
+        wan.SKYREELS_V2,
         *(
             module.RECIPE
             for module in (

@@ -39,7 +39,8 @@ class Inputs:
 
     # Noisy, [B, C, t, h, w].
     latents: Tensor
-    # [B], 0 for a clip and 1000 for noise; for a model of noise levels, as it is called, the number of the level.
+    # [B], 0 for a clip and 1000 for noise; under diffusion forcing [B, t], of each latent frame. For a model of noise
+    # levels, as it is called, the number of the level.
     timestep: Tensor
     # [B, L, width] of each of the family's encoders, behind the end of a caption as the recipe's `text` says.
     texts: Sequence[Tensor]
@@ -98,11 +99,19 @@ class Inputs:
         return of_time, down, across
 
     @property
-    def token_timestep(self) -> Tensor:
-        """[B]; or [B, t·h·w] where latent frames are given in the place of noisy ones, whose time is 0."""
+    def frame_timestep(self) -> Tensor:
+        """[B]; or [B, t] where latent frames have times of their own: 0 of those given in the place of noise."""
         if self.condition is None or self.condition.given is None:
             return self.timestep
-        of_frames = self.timestep[:, None] * ~self.condition.given
+        of_frames = self.timestep if self.timestep.dim() == 2 else self.timestep[:, None]
+        return torch.where(self.condition.given, self.condition.timestep, of_frames)
+
+    @property
+    def token_timestep(self) -> Tensor:
+        """[B]; or [B, t·h·w], `frame_timestep` of each token."""
+        of_frames = self.frame_timestep
+        if of_frames.dim() == 1:
+            return of_frames
         of_time, down, across = self.grid
         assert of_time == of_frames.size(1), "a patch is of one latent frame"
         return of_frames.repeat_interleave(down * across, dim=1)
@@ -182,6 +191,8 @@ class Recipe:
     frames: tuple[Conditioning, ...] = ()
     # How many heads its attention to the clip has, by its config.
     num_heads: Callable[[Mapping[str, Any]], int] = lambda config: config["num_attention_heads"]
+    # Whether each latent frame may have a time of its own.
+    takes_forcing: bool = False
     # Whether it is told the frame rate.
     takes_frame_rate: bool = False
     # How it makes sound; None makes none.
@@ -283,10 +294,12 @@ class Recipe:
             return self.levels.velocity(answer, inputs.latents, inputs.timestep / TIMESTEPS)
         return self._signed(answer)
 
-    def draw_times(self, config: FlowConfig, alpha: float, seed: int, positions: Sequence[int]) -> Tensor:
-        """The times [B] that these samples are trained at."""
+    def draw_times(
+        self, config: FlowConfig, alpha: float, seed: int, positions: Sequence[int], num_frames: int = 1
+    ) -> Tensor:
+        """The times [B] that these samples are trained at; under diffusion forcing [B, num_frames]."""
         if self.levels is None:
-            return draw_times(config, alpha, seed, positions)
+            return draw_times(config, alpha, seed, positions, num_frames)
         # What is drawn says how far up the levels; the shift lies in their times.
         return self.levels.at(draw_times(config, 1.0, seed, positions), alpha)
 
@@ -295,7 +308,7 @@ class Recipe:
         return shares if self.levels is None else self.levels.at(shares, alpha)
 
     def loss_weights(self, config: FlowConfig, alpha: float, times: Tensor) -> Tensor | None:
-        """What each of `times` [B] counts in the loss, [B]; None where all count 1."""
+        """What each of `times`, [B] or [B, t], counts in the loss, of that shape; None where all count 1."""
         if self.levels is None:
             return loss_weights(config, alpha, times)
         return self.levels.weights(times, config.min_snr)

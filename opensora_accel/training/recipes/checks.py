@@ -32,6 +32,7 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
             "takes them, as WanTransformer3DModel"
         )
     _check_pictures(family, recipe.pictures, config)
+    _check_forcing(family, recipe, config)
     if config.model.path and Path(config.model.path).resolve().name == "transformer_ref":
         raise ValueError(
             f"{config.model.path} makes clips from references, which no run here gives; choose the folder transformer "
@@ -53,6 +54,39 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
         _check_levels(family, config)
         _check_shift(config)
     _check_times(config)
+
+
+def _check_forcing(family: str, recipe: Recipe, config: TrainConfig) -> None:
+    """Checks times of latent frames against the family and the pipeline that the model's folder lies in.
+
+    Raises:
+        ValueError: the family takes none, or frames are given as pictures beside them, as no pipeline does.
+    """
+    if config.flow.is_forced:
+        if not recipe.takes_forcing:
+            raise ValueError(
+                f"{family} takes one time for a clip; leave flow.diffusion_forcing out, or choose a model whose latent "
+                "frames have times of their own, as SkyReelsV2Transformer3DModel"
+            )
+        if config.image.is_used:
+            raise ValueError(
+                f"{family} takes a frame that is given as latents alone where latent frames have times of their own; "
+                "leave image.path and image.width out, or flow.diffusion_forcing"
+            )
+        return
+    index = Path(config.model.path).resolve().parent / "model_index.json"
+    if not recipe.takes_forcing or not config.model.path or not index.is_file():
+        return
+    if (
+        "DiffusionForcing" in str(read_json(index, dict[str, Any]).get("_class_name"))
+        and dist.get_rank() == 0
+    ):
+        logger.warning(
+            "%s, says %s, was trained with a time for each latent frame, and is trained here with one for a clip; set "
+            "flow.diffusion_forcing to non-decreasing to keep what it learned",
+            config.model.path,
+            index,
+        )
 
 
 def _warn_of_guidance(family: str, recipe: Recipe, config: TrainConfig) -> None:
@@ -96,8 +130,13 @@ def check_conditioning(recipe: Recipe, conditioning: Conditioning | None, config
         raise ValueError(
             "frames that are given in the place of noise are never in the loss; leave conditions.learn_given out"
         )
+    if recipe.takes_forcing and not config.flow.is_forced:
+        raise ValueError(
+            f"{recipe.models[0]} takes frames in the place of noise where latent frames have times of their own; set "
+            "flow.diffusion_forcing, or choose weights of an image-to-video model"
+        )
     # A family with one way alone has a pipeline for that.
-    if len(recipe.frames) == 1 or not config.model.path:
+    if len(recipe.frames) == 1 or not config.model.path or config.flow.is_forced:
         return
     index = Path(config.model.path).resolve().parent / "model_index.json"
     if not index.is_file():

@@ -1,4 +1,8 @@
-"""Wan 2.1 and 2.2, and what is built as they are: SkyReels-V2, ChronoEdit."""
+"""Wan 2.1 and 2.2, and what is built as they are: ChronoEdit, and SkyReels-V2 with times of latent frames.
+
+Source: diffusers, WanPipeline and SkyReelsV2DiffusionForcingPipeline
+(https://github.com/huggingface/diffusers/blob/main/src/diffusers/pipelines/skyreels_v2).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any
 
 from opensora_accel.training.conditions import Conditioning
 from opensora_accel.training.pictures import PictureStates
-from opensora_accel.training.recipes.base import Recipe, Sizes
+from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes
 
 
 def _derive(sizes: Sizes) -> dict[str, Any]:
@@ -49,8 +53,29 @@ RECIPE = Recipe(
     },
 )
 
-LIKE_WAN = replace(
+LIKE_WAN = replace(RECIPE, models=("ChronoEditTransformer3DModel",), frames=RECIPE.frames[:1])
+
+
+def _is_forced(inputs: Inputs) -> bool | None:
+    """Whether latent frames have times of their own; None where they have not."""
+    return inputs.frame_timestep.dim() == 2 or None
+
+
+def _fps(inputs: Inputs) -> list[int] | None:
+    """The embedding of the frame rate: 0 of 16 a second, 1 of any other; None of a model without."""
+    if not inputs.config.get("inject_sample_info"):
+        return None
+    # One for all clips: the model adds no number of each clip to times of each frame (diffusers 0.42).
+    return [0 if round(inputs.frame_rate) == 16 else 1]
+
+
+SKYREELS_V2 = replace(
     RECIPE,
-    models=("SkyReelsV2Transformer3DModel", "ChronoEditTransformer3DModel"),
-    frames=RECIPE.frames[:1],
+    models=("SkyReelsV2Transformer3DModel",),
+    pipeline="SkyReelsV2DiffusionForcingPipeline",
+    call=dict(RECIPE.call)
+    | {"timestep": "frame_timestep", "enable_diffusion_forcing": _is_forced, "fps": _fps},
+    takes_forcing=True,
+    takes_frame_rate=True,
+    published={"data.num_frames": 97, "data.height": 544, "data.width": 960, "text.length": 512},
 )
