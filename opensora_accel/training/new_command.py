@@ -46,6 +46,7 @@ _PUBLISHED = {
     "hunyuan-video": "hunyuanvideo-community/HunyuanVideo",
     "kandinsky-5-lite": "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers",
     "minimax-h3": "MiniMaxAI/MiniMax-H3",
+    "skyreels-v2-df": "Skywork/SkyReels-V2-DF-14B-540P-Diffusers",
 }
 
 
@@ -238,7 +239,7 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
         ]
         if sees_pictures:
             lines.append(("image.path", str(folder / "image_encoder"), "what an image encoder sees of it"))
-    lines += _flow_lines(folder, recipe, published)
+    lines += _flow_lines(folder, index, recipe, published)
     if rank:
         lines += [
             ("lora.rank", rank, "adapters; without this table all weights are trained"),
@@ -254,8 +255,10 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
     return [*lines, ("plan.precision", "bf16", "")]
 
 
-def _flow_lines(folder: Path, recipe: Recipe, published: Mapping[str, Any]) -> Iterator[_Line]:
-    """Times, as the pipeline's scheduler has them."""
+def _flow_lines(
+    folder: Path, index: Mapping[str, Any], recipe: Recipe, published: Mapping[str, Any]
+) -> Iterator[_Line]:
+    """Times, as the pipeline and its scheduler have them."""
     path = folder / "scheduler" / "scheduler_config.json"
     scheduler = read_json(path, dict[str, Any]) if path.is_file() else {}
     shift: Any = published.get("flow.shift")
@@ -269,6 +272,8 @@ def _flow_lines(folder: Path, recipe: Recipe, published: Mapping[str, Any]) -> I
         yield "flow.shift", shift if isinstance(shift, str) else float(shift), why
     if "flow.time_distribution" in published:
         yield "flow.time_distribution", published["flow.time_distribution"], ""
+    if recipe.takes_forcing and "DiffusionForcing" in str(index.get("_class_name")):
+        yield "flow.diffusion_forcing", "non-decreasing", "a time for each latent frame, as it was trained"
     if "flow.caption_drop" in published:
         yield "flow.caption_drop", published["flow.caption_drop"], "it is never asked without a caption"
 

@@ -47,6 +47,7 @@ def pipelines(tmp_path_factory):
 
 SHIFTS = {
     "WanTransformer3DModel": 3.0,
+    "SkyReelsV2Transformer3DModel": 8.0,
     "LTXVideoTransformer3DModel": "ltx",
     "LTX2VideoTransformer3DModel": "ltx",
     "LTX2VideoTransformer3DModel, 2.3": "ltx",
@@ -88,6 +89,7 @@ def tiny(config, name, folder):
 def test_a_run_takes_what_was_written(ranks, pipelines, tmp_path, name):
     config, text = written(pipelines(name))
     assert config.flow.shift == SHIFTS[name] and config.lora.rank == 16
+    assert config.flow.is_forced == name.startswith("SkyReels")
     assert '\nplan = "auto"' in text and text.startswith("#:schema ./")
     (losses,) = ranks(1, steps, tiny(config, name, tmp_path))
     assert len(losses) == 2
