@@ -496,11 +496,11 @@ def work_of_steps(config):
     from opensora_accel.training.loop import Trainer
 
     trainer, seconds, tokens, operations = Trainer(config), [], [], []
-    for _ in range(16):
+    for _ in range(12):
         with FlopCounterMode(display=False) as counter:
             tokens.append(trainer.step()["tokens"])
         operations.append(counter.get_total_flops())
-    for _ in range(32):
+    for _ in range(13):
         start = time.thread_time()
         trainer.step()
         seconds.append(time.thread_time() - start)

@@ -13,7 +13,6 @@ from PIL import Image
 from opensora_accel import Plan, init_parallel
 from opensora_accel.observe.fakes import fake_world
 from opensora_accel.training import build
-from opensora_accel.training.captions import text_shapes
 from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.data import Clip
@@ -22,13 +21,14 @@ from opensora_accel.training.recipes import RECIPES, check_conditioning, check_r
 from opensora_accel.training.recipes.base import even_times
 from opensora_accel.training.samples import sample_latents
 from opensora_accel.training.sections import FlowConfig
+from opensora_accel.training.text_encoders import text_shapes
 from opensora_accel.training.tiny_run import TrueSize
 from opensora_accel.training.tiny_run import tiny_config as tiny_proof
 from opensora_accel.verify.pool import RankError
 from tests.tiers import some
+from tests.training.pipelines import CAPTIONS, FROM_FRAMES, by_pipeline, setting, without_rounding
 from tests.training.runs import tiny_config
 from tests.training.test_loop import curve
-from tests.training.test_recipes import CAPTIONS, FROM_FRAMES, by_pipeline, setting, without_rounding
 
 NAME = "SkyReelsV2Transformer3DModel"
 INDEPENDENT, SORTED = (FlowConfig(diffusion_forcing=each) for each in ("independent", "non-decreasing"))

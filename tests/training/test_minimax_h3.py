@@ -25,9 +25,9 @@ from opensora_accel.training.tiny_run import write_clips
 from opensora_accel.verify.pool import RankError
 from tests.tiers import CPU_AND_GPU, some
 from tests.training.language import qwen3
+from tests.training.pipelines import assert_the_answers_of_the_host, moved, without_rounding
 from tests.training.runs import losses, tiny_config
 from tests.training.test_loop import curve
-from tests.training.test_recipes import assert_the_answers_of_the_host, moved, without_rounding
 from tests.training.vaes import ltx2_audio_vae, minimax_h3_audio_vae, minimax_h3_vae
 
 CPU = torch.device("cpu")

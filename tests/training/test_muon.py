@@ -16,7 +16,7 @@ from opensora_accel.training.saved_state import read_record
 from opensora_accel.training.sections import OptimConfig
 from opensora_accel.verify.pool import RankError
 from shardformer import blocks_of
-from tests.tiers import some
+from tests.tiers import PROVE, some
 from tests.training.runs import tiny_config
 
 MUON = {"optim.algorithm": "muon", "optim.lr": 0.02, "optim.weight_decay": 0.1}
@@ -128,7 +128,7 @@ def test_steps_are_as_long_as_those_of_adamw(ranks, clips, tmp_path):
 
 
 # Of an adapter of 3 rows two ranks of 5 have none.
-@pytest.mark.parametrize(("num_ranks", "lora"), [(2, False), (5, True)])
+@pytest.mark.parametrize(("num_ranks", "lora"), [(2, False), pytest.param(5, True, marks=PROVE)])
 def test_a_run_goes_on_bit_by_bit(ranks, clips, tmp_path, num_ranks, lora):
     plan = Plan(ulysses=num_ranks, sharding="zero3")
     changes = MUON | ({"lora.rank": 3} if lora else {})

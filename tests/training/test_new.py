@@ -14,7 +14,7 @@ from opensora_accel.training.sections import ConditionsConfig
 from opensora_accel.training.tiny_run import write_clips
 from opensora_accel.verify.pool import RankError
 from tests.tiers import PROVE, some
-from tests.training.test_recipes import CAPTIONS, EVERY, FROM_FRAMES, setting
+from tests.training.pipelines import CAPTIONS, EVERY, FROM_FRAMES, setting
 
 
 def saved(name, folder):

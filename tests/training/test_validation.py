@@ -191,7 +191,7 @@ def test_wrong_numbers_are_refused(folder):
 @PROVE
 def test_latents_that_are_kept_are_those_of_a_look(ranks, folder, tmp_path):
     """Held-out clips are among those that a VAE is kept for."""
-    from tests.training.test_recipes import wan_vae
+    from tests.training.vaes import wan_vae
 
     wan_vae().save_pretrained(tmp_path / "vae")
     changes = {
