@@ -279,6 +279,18 @@ def set_modules_aside() -> None:
         _num_frozen_modules = len(sys.modules)
 
 
+def _forget_compiled_graphs() -> None:
+    """Empties the names under which the compiler leaves each graph in the module whose code it compiled.
+
+    A graph holds the groups that it sends over, and torch 2.13 leaves it there when it is reset. The names stay, for
+    its own clean-up to take them away.
+    """
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        for name in [name for name in names if name.startswith("__compiled_fn_")]:
+            names[name] = None
+
+
 # The process groups of the last job, which are freed at the end of the next one.
 _last_groups: list[Any] = []
 
@@ -297,6 +309,7 @@ def _forget_process_groups() -> None:
     compiler = sys.modules.get("torch._dynamo")
     if compiler is not None:
         compiler.reset()  # what was compiled is kept with its models
+        _forget_compiled_graphs()
     parallel_states.reset(destroy_process_group=True)
     gc.collect()
     _last_groups[:] = groups

@@ -1,7 +1,9 @@
 """torch.compile on a sharded model's blocks: as many graphs as on one device, with attention inside of them."""
 
+import os
 from contextlib import nullcontext
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +84,23 @@ def test_a_sharded_block_is_one_graph_as_on_one_device(ranks, case):
         assert first == (0, {})  # it is checked
         assert second == third == alone and alone[1] == {}
         assert max(errors) < CLOSE
+
+
+def num_gloo_threads():
+    """Each group of this process has one, which wakes up a hundred times a second."""
+    names = (Path("/proc/self/task") / thread / "comm" for thread in os.listdir("/proc/self/task"))
+    return sum("gloo" in name.read_text() for name in names)
+
+
+@pytest.mark.prove
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads have their names in Linux's /proc")
+def test_what_was_compiled_keeps_no_groups(ranks):
+    counts = []
+    for _ in range(4):
+        ranks(2, graphs, "Wan", PLANS[1])
+        counts.append(max(ranks(2, num_gloo_threads)))
+    # Kept, a job's three groups are three threads; a few of the last job may still be about to end.
+    assert counts[3] - counts[0] < 6, counts
 
 
 @pytest.mark.prove
