@@ -74,7 +74,8 @@ def write_comfyui_lora(source: str | Path, target: str | Path) -> Path:
             "merge it into the model"
         )
     parts = {name: _PART.fullmatch(name) for name in tensors}
-    if alpha is None or not all(parts.values()):
+    is_lokr = any(".lokr_" in name for name in tensors)
+    if alpha is None or not all(parts.values()) or (is_lokr and not settings.get("r")):
         raise ValueError(
             f"{source} is no adapter of a transformer with its rank and alpha, as shardformer.save_lora writes it; "
             "give that file"
@@ -90,9 +91,9 @@ def write_comfyui_lora(source: str | Path, target: str | Path) -> Path:
         renamed[f"{theirs}.{part['part']}"] = tensors[name]
         if part["part"].startswith("lora"):
             renamed[f"{theirs}.alpha"] = torch.tensor(float(alpha))
-        elif part["part"] == "lokr_w1":
+        elif part["part"] in ("lokr_w1", "lokr_w1_a"):
             # ComfyUI scales a LoKr by alpha and rank only where it has low matrices, and by nothing without alpha.
-            renamed[f"{theirs}.lokr_w1"] = tensors[name] * (float(alpha) / settings["r"])
+            renamed[f"{theirs}.{part['part']}"] = tensors[name] * (float(alpha) / settings["r"])
     with replacing(target) as path:
         save_file(renamed, path, {"format": "pt"})
     return Path(target)

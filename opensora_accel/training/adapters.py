@@ -142,33 +142,55 @@ def read_adapter(path: str, pipeline: Any) -> SavedAdapter:
             unknown.append(name)
         else:
             parts.setdefault(found["layer"], {})[found["part"]] = tensor
-    kind: Literal["lora", "dora", "lokr"] = "lokr" if is_lokr else "lora"
-    if settings.get("use_dora") or any("lora_magnitude_vector" in of_layer for of_layer in parts.values()):
+    return SavedAdapter(file, _config_of(file, parts, unknown, settings), parts)
+
+
+def _config_of(
+    file: Path, parts: dict[str, dict[str, Tensor]], unknown: list[str], settings: dict[str, Any]
+) -> LoraConfig:
+    """What makes the layers of an adapter of these parts.
+
+    Args:
+        unknown: names in the file that are no part.
+        settings: what is said beside the tensors.
+
+    Raises:
+        ValueError: it is no whole adapter of one kind and rank.
+    """
+    has = {part for of_layer in parts.values() for part in of_layer}
+    kind: Literal["lora", "dora", "lokr"] = "lora"
+    if settings.get("use_dora") or "lora_magnitude_vector" in has:
         kind = "dora"
+    elif any(part.startswith("lokr") for part in has):
+        kind = "lokr"
+    # Of a LoKr shapes do not say them all.
+    said: dict[str, Any] = {}
+    if kind == "lokr":
+        said = {name: settings.get(name) for name in ("r", "decompose_factor")}
+    is_said = all(isinstance(value, int) for value in said.values())
+    alpha = settings.get("alpha" if said else "lora_alpha")
     partly = [layer for layer, of_layer in parts.items() if of_layer.keys() not in _PARTS[kind]]
     ranks = {of_layer["lora_A"].size(0) for of_layer in parts.values() if "lora_A" in of_layer}
-    if is_lokr:
-        ranks = {int(settings["r"])} if settings.get("r") else set()
     reasons = [
         f"its {', '.join(unknown[:3])} are none of its matrices" if unknown else "",
         f"{', '.join(partly[:3])} have not all of their matrices" if partly else "",
         f"it has the ranks {sorted(ranks)}" if len(ranks) > 1 else "",
-        "its rank and factor are not said beside it" if not ranks and is_lokr else "",
-        "it has none" if not parts else "",
+        "" if is_said else "its rank and factor are not said beside it",
+        "" if isinstance(alpha, (int, float)) or alpha is None else f"its alpha is said to be {alpha!r}",
+        "" if parts else "it has none",
     ]
     if any(reasons):
         raise ValueError(
             f"lora.path {file} is no {_NAMES[kind]} of one rank: {'; '.join(filter(None, reasons))}; choose another one"
         )
-    (rank,) = ranks
-    config = LoraConfig(
+    rank: int = said["r"] if said else ranks.pop()
+    return LoraConfig(
         kind=kind,
         rank=rank,
-        alpha=float(settings.get("alpha" if is_lokr else "lora_alpha") or rank),
-        factor=max(0, int(settings.get("decompose_factor") or 0)) if is_lokr else 0,
+        alpha=float(alpha or rank),
+        factor=max(0, said["decompose_factor"]) if said else 0,
         targets=tuple(sorted(parts)),
     )
-    return SavedAdapter(file, config, parts)
 
 
 def _find_file(path: Path) -> Path:

@@ -6,8 +6,20 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from opensora_accel import Plan
 
+# For what steps matrices or sums over all parameters: layers of 36 and 32 over 5 ranks are shards of 8, 8, 8, 8 and 4
+# rows, and of 7 and 4.
+SHARDED = [
+    Plan(dp_shard=2, sharding="zero3"),
+    Plan(ulysses=5, sharding="zero3"),
+    Plan(dp_replicate=2, dp_shard=2, sharding="zero2"),
+    Plan(dp_replicate=2),
+    Plan(ring=3, sharding="zero3", sharding_factor=3),
+]
 TINY_WAN = {
     "num_attention_heads": 3,
     "attention_head_dim": 12,
@@ -40,6 +52,14 @@ def tiny_config(folder: Path | str, output: Path | str, plan: Plan | None = None
             place = place.setdefault(table, {})
         place[key] = value
     return config_from_dict(values, "the test")
+
+
+def assert_one_run(one: Any, other: Any) -> None:
+    """That two meshes in fp64 give one run: losses, norms and gradients, as `test_loop.curve` has them of each."""
+    (losses, norms, gradients), (others, other_norms, other_gradients) = one, other
+    assert others == pytest.approx(losses, rel=1e-9) and other_norms == pytest.approx(norms, rel=1e-9)
+    for weight, gradient in gradients.items():
+        assert torch.allclose(other_gradients[weight], gradient, rtol=1e-8, atol=1e-11), weight
 
 
 def losses(config: Any) -> list[float]:

@@ -29,7 +29,7 @@ from opensora_accel.training.tiny_run import tiny_config as tiny_proof
 from opensora_accel.training.tiny_run import write_clips
 from opensora_accel.verify.pool import RankError
 from tests.tiers import PROVE, some
-from tests.training.runs import tiny_config
+from tests.training.runs import assert_one_run, tiny_config
 from tests.training.test_loop import curve
 
 WAN = Conditioning("channels", "frames", in_grey=True)
@@ -273,10 +273,7 @@ def test_frames_are_given_in_other_ways(ranks, folder, tmp_path, name, degrees):
         way = build.conditioning_of(config, SpaceToDepth(4, torch.float32))
         assert way == RECIPES[name].frames[-1]
         assert build.conditioning_of(tiny_proof(config, tmp_path), SpaceToDepth(4, torch.float32)) == way
-    (losses, norms, gradients), (others, other_norms, other_gradients) = found
-    assert others == pytest.approx(losses, rel=1e-9) and other_norms == pytest.approx(norms, rel=1e-9)
-    for weight, gradient in gradients.items():
-        assert torch.allclose(other_gradients[weight], gradient, rtol=1e-8, atol=1e-11), weight
+    assert_one_run(*found)
 
 
 def test_a_frame_at_the_end_is_refused_where_a_model_takes_one_at_the_beginning(ranks, folder, tmp_path):

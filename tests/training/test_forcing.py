@@ -27,7 +27,7 @@ from opensora_accel.training.tiny_run import tiny_config as tiny_proof
 from opensora_accel.verify.pool import RankError
 from tests.tiers import some
 from tests.training.pipelines import CAPTIONS, FROM_FRAMES, by_pipeline, setting, without_rounding
-from tests.training.runs import tiny_config
+from tests.training.runs import assert_one_run, tiny_config
 from tests.training.test_loop import curve
 
 NAME = "SkyReelsV2Transformer3DModel"
@@ -201,10 +201,7 @@ def test_a_run_is_one_on_any_mesh(ranks, clips, tmp_path, degrees, kind):
     for number, plan in enumerate((Plan(precision="fp64"), Plan(precision="fp64", **degrees))):
         config = tiny_config(clips, tmp_path / str(number), plan, **changes)
         found.append(ranks(plan.world_size, curve, config, 3)[0])
-    (losses, norms, gradients), (others, other_norms, other_gradients) = found
-    assert others == pytest.approx(losses, rel=1e-9) and other_norms == pytest.approx(norms, rel=1e-9)
-    for weight, gradient in gradients.items():
-        assert torch.allclose(other_gradients[weight], gradient, rtol=1e-8, atol=1e-11), weight
+    assert_one_run(*found)
 
 
 def told(config):

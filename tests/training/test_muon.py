@@ -17,17 +17,9 @@ from opensora_accel.training.sections import OptimConfig
 from opensora_accel.verify.pool import RankError
 from shardformer import blocks_of
 from tests.tiers import PROVE, some
-from tests.training.runs import tiny_config
+from tests.training.runs import SHARDED, tiny_config
 
 MUON = {"optim.algorithm": "muon", "optim.lr": 0.02, "optim.weight_decay": 0.1}
-# Layers of 36 and 32 over 5 ranks: shards of 8, 8, 8, 8 and 4 rows, and of 7 and 4.
-MESHES = [
-    Plan(dp_shard=2, sharding="zero3"),
-    Plan(ulysses=5, sharding="zero3"),
-    Plan(dp_replicate=2, dp_shard=2, sharding="zero2"),
-    Plan(dp_replicate=2),
-    Plan(ring=3, sharding="zero3", sharding_factor=3),
-]
 
 
 class TinyBlocks(nn.Module):
@@ -87,7 +79,7 @@ def trained(config, saved=None, until=None):
     return losses, weights, folder
 
 
-@pytest.mark.parametrize("plan", some(MESHES, MESHES[0], MESHES[1]), ids=str)
+@pytest.mark.parametrize("plan", some(SHARDED, SHARDED[0], SHARDED[1]), ids=str)
 def test_a_run_is_one_on_any_mesh(ranks, clips, tmp_path, plan):
     configs = [
         tiny_config(clips, tmp_path / str(number), each, steps=4, **MUON, **{"plan.precision": "fp64"})

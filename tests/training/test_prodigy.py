@@ -18,7 +18,7 @@ from opensora_accel.training.saved_state import read_record
 from opensora_accel.training.sections import OptimConfig
 from opensora_accel.verify.pool import RankError
 from tests.tiers import PROVE
-from tests.training.runs import tiny_config
+from tests.training.runs import SHARDED, tiny_config
 
 PRODIGY = {
     "optim.algorithm": "prodigy",
@@ -29,15 +29,7 @@ PRODIGY = {
     # It looks around for four of them.
     "steps": 8,
 }
-# Layers of 36 and 32 over 5 ranks: shards of 8, 8, 8, 8 and 4 rows, and of 7 and 4.
-MESHES = [
-    Plan(dp_shard=2, sharding="zero3"),
-    Plan(ulysses=5, sharding="zero3"),
-    Plan(dp_replicate=2, dp_shard=2, sharding="zero2"),
-    Plan(dp_replicate=2),
-    Plan(ring=3, sharding="zero3", sharding_factor=3),
-    Plan(dp_shard=2, sharding="zero3", cpu_offload=True),
-]
+MESHES = [*SHARDED, Plan(dp_shard=2, sharding="zero3", cpu_offload=True)]
 
 
 def test_steps_are_those_of_the_library():
