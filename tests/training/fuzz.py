@@ -272,6 +272,8 @@ def _fitting(changes: dict[str, Any], name: str) -> dict[str, Any]:
         if key != name
         # Where frames are given of every clip, captions alone may train none.
         and not (name == "conditions.t2v" and key in given)
+        # What waits on the host is the input of a block that is recomputed.
+        and not (name == "plan.offload" and key == "plan.checkpoint")
         and not {key, name} <= together
         and not {key, name} <= strides
         and not (key in given and "data.num_frames" in {name, *changes})
