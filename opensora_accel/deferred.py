@@ -162,12 +162,22 @@ class _Recording(TorchDispatchMode):
             if device:
                 # Values are made on the host, so that draws do not depend on the GPU that the model goes to.
                 noted_kwargs["device"] = torch.device("cpu")
+            part = self._cast_part(known[0], results[0].dtype) if packet is _aten._to_copy else None
             self._add(
-                _Operation(func, noted_args, noted_kwargs, list(map(_view, results)), draws, reads), writes
+                _Operation(func, noted_args, noted_kwargs, list(map(_view, results)), draws, reads, part),
+                writes,
             )
         # A result that is dropped would free its memory's key for another one.
         self.alive += results
         return result
+
+    def _cast_part(self, tensor: Tensor, dtype: torch.dtype) -> Callable[[tuple[slice, ...]], Tensor] | None:
+        """Makes a part of `tensor` in another dtype, where a part of it can be had as it is now."""
+        last = self.operations[self.writers[_memory(tensor)][-1]]
+        part = last.part
+        if part is None or last.results[0] != _view(tensor):
+            return None
+        return lambda region: part(region).to(dtype)
 
     def _add(self, operation: _Operation, writes: Iterable[int]) -> None:
         for memory in writes:

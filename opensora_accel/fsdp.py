@@ -79,7 +79,7 @@ def shard_parameters(model: ModelT, plan: Plan, blocks: Sequence[nn.Module]) -> 
     kept: set[int] = set()
     if plan.precision == "bf16":
         _check_master_weights(model)
-        kept = _kept_in_fp32(model)
+        kept = kept_in_fp32(model)
         model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
     whole_mixed = num_copies == 1 and not kept
     mesh = get_mesh("mixed") if whole_mixed else make_mesh(num_copies, plan.num_shards)
@@ -201,7 +201,7 @@ def _check_master_weights(model: nn.Module) -> None:
             )
 
 
-def _kept_in_fp32(model: nn.Module) -> set[int]:
+def kept_in_fp32(model: nn.Module) -> set[int]:
     """Ids of the parameters that the model's class wants in fp32, by diffusers' rule: a part of the name is listed."""
     listed = getattr(model, "_keep_in_fp32_modules", None) or ()
     listed = {listed} if isinstance(listed, str) else set(listed)

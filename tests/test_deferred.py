@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import shardformer
 from opensora_accel import Plan, deferred_init, init_parallel, load_weights, materialize, parallel_states
+from opensora_accel.deferred import region_of
 from opensora_accel.observe.fakes import fake_world
 from opensora_accel.profiler import LiveBytes
 from opensora_accel.weights import Stored
@@ -239,23 +240,30 @@ def test_shards_of_1024_ranks():
                 assert torch.equal(local, whole[rows * rank : rows * (rank + 1)]), key
 
 
-def cut_values(name):
-    """Names of shares under tensor parallelism that are not those of the whole model."""
+def cut_values(name, precision):
+    """Names of shares under tensor parallelism that are not those of the whole model, which bf16 has frozen."""
     with deferred_init(3):
         expected = CASES[name].make()
     expected = materialize(expected).state_dict()
-    plan = Plan(dp_shard=2, tp=2, sharding="FULL_SHARD")
+    plan = Plan(dp_shard=2, tp=2, sharding="FULL_SHARD", precision=precision)
     init_parallel(plan)
     with deferred_init(3):
         model = CASES[name].make()
+    if precision == "bf16":
+        model, _ = shardformer.parallelize(model.requires_grad_(False), plan, torch.device("cpu"))
+        expected = {key: value.float().bfloat16() for key, value in expected.items()}
+        return [
+            key for key, p in full_state_dict(model).items() if not torch.equal(p.bfloat16(), expected[key])
+        ]
     found = full_state_dict(shardformer.shard(model, plan))
     return [key for key in expected if not torch.equal(found[key], expected[key])]
 
 
 @pytest.mark.slow
-def test_layers_are_cut_before_they_have_values(ranks):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_layers_are_cut_before_they_have_values(ranks, precision):
     name = next(name for name, case in CASES.items() if find_policy(case.make()).tensors)
-    assert ranks(4, cut_values, name) == [[]] * 4
+    assert ranks(4, cut_values, name, precision) == [[]] * 4
 
 
 class Tied(nn.Module):
@@ -392,6 +400,30 @@ def test_only_the_rows_of_a_shard_are_read(tmp_path, monkeypatch):
         assert sum(read) == held
         load_weights(model, tmp_path)  # once more, into shards that have values
         assert sum(read) == 2 * held
+
+
+def test_no_more_is_read_of_frozen_weights_that_wait_in_another_dtype(tmp_path, monkeypatch):
+    wan_model().save_pretrained(tmp_path)
+    expected = {name: p.bfloat16() for name, p in wan_model().named_parameters()}
+    read, call = 0, Stored.read
+
+    def counted(self, dtype, region=()):
+        nonlocal read
+        found = call(self, dtype, region)
+        read += found.numel()
+        return found
+
+    monkeypatch.setattr(Stored, "read", counted)
+    with fake_world(1, 4):
+        plan = Plan(ulysses=4, sharding="FULL_SHARD", precision="bf16")
+        init_parallel(plan, "cpu")
+        model = deferred_wan().requires_grad_(False)
+        load_weights(model, tmp_path)
+        model, _ = shardformer.parallelize(model, plan, torch.device("cpu"))
+        assert read == sum(parameter.to_local().numel() for parameter in model.parameters())
+        for name, parameter in model.named_parameters():
+            region = region_of(parameter.shape, parameter.device_mesh, parameter.placements, 1)
+            assert torch.equal(parameter.to_local().bfloat16(), expected[name][region]), name
 
 
 def test_weights_of_another_model_are_refused(tmp_path):

@@ -35,7 +35,7 @@ _CHUNKS, _TIMES = (2, 4, 8), (2, 4, 8)
 class BlockMemory:
     """Bytes of one block on this rank."""
 
-    # Bytes of its weights, whole (of all shards).
+    # Bytes of its weights, whole (of all shards); where they compute in bf16, twice what they take there.
     parameters: int
     # What a checkpoint keeps of it.
     inputs: int
@@ -51,10 +51,13 @@ class StepMemory:
 
     plan: Plan
     blocks: tuple[BlockMemory, ...]
-    # Weights outside of the blocks; gradients and optimizer state for each byte of weights.
+    # Weights outside of the blocks, counted as `BlockMemory.parameters`; gradients and optimizer state for each byte of
+    # weights.
     parameters_outside: int
     gradient_ratio: float
     state_ratio: float
+    # What is kept for each byte of weights: frozen ones lie in the bf16 that they are computed in.
+    kept_ratio: float = 1.0
     # Gradients that were there before the forward, as when they are accumulated.
     has_gradients_before: bool = False
     # What the model's other parts have made when the blocks begin, and what a backward takes beside what was kept.
@@ -74,7 +77,7 @@ class StepMemory:
         weights = [block.parameters for block in blocks]
         # With shards on the host their gradients and state are there too.
         on_device = 0 if plan.cpu_offload else 1 / shards
-        static = self.parameters * (1 + self.state_ratio) * on_device + self.buckets_of(plan)
+        static = self.parameters * (self.kept_ratio + self.state_ratio) * on_device + self.buckets_of(plan)
         in_bf16 = plan.precision == "bf16"
         # In bf16 each block's weights are made from fp32 ones when it runs, also where those are whole.
         is_sharded = in_bf16 or plan.cpu_offload or (plan.is_sharded and shards > 1)
@@ -109,7 +112,8 @@ class StepMemory:
         moved = self.blocks[: self.moved_by(plan)]
         held = sum(self.checkpointed(block, plan) for block in moved) * self._scale(plan)
         if plan.cpu_offload:
-            held += self.parameters * (1 + self.gradient_ratio + self.state_ratio) / plan.num_shards
+            ratio = self.kept_ratio + self.gradient_ratio + self.state_ratio
+            held += self.parameters * ratio / plan.num_shards
         return round(held)
 
     def checkpointed(self, block: BlockMemory, plan: Plan) -> int:
@@ -156,7 +160,8 @@ class StepMemory:
         # With the optimizer on the host it takes nothing here.
         if in_optimizer and not self.plan.cpu_offload:
             # What of it lies below the backward's peak shows only when more is missing.
-            static = self.parameters * (1 + self.state_ratio + self.gradient_ratio) / self.plan.num_shards
+            ratio = self.kept_ratio + self.state_ratio + self.gradient_ratio
+            static = self.parameters * ratio / self.plan.num_shards
             static += self.buckets_of(self.plan)
             return replace(self, optimizer_work=round((seen_bytes - static) * self.plan.num_shards))
         return replace(self, work=self.work + missing)

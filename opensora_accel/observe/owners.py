@@ -35,6 +35,8 @@ class Owner:
     kind: str
     # Name of the block, or of what stands in its place.
     block: str
+    # Whether it is a parameter that the step does not train.
+    is_frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Owners:
                         yield from self._held_by_fsdp(sharded)
         for name, parameter in self.model.named_parameters():
             block = self._block_of_name.get(name, ELSEWHERE)
-            yield parameter, Owner("parameters", block)
+            yield parameter, Owner("parameters", block, not parameter.requires_grad)
             if parameter.grad is not None:
                 yield parameter.grad, Owner("gradients", block)
         for weight, state in self.optimizer.state.items() if self.optimizer is not None else ():
@@ -149,9 +151,10 @@ class Owners:
         block = self._block_of_parameter.get(id(shard))
         if block is None:
             block = self._block_of_name.get(parameter._param_fqn or "", ELSEWHERE)
-        yield shard, Owner("parameters", block)
+        is_frozen = not shard.requires_grad
+        yield shard, Owner("parameters", block, is_frozen)
         # What the shard is cut from: with padding, or what it was made of.
-        yield parameter._sharded_param_data, Owner("parameters", block)
+        yield parameter._sharded_param_data, Owner("parameters", block, is_frozen)
         gathered = list(parameter.all_gather_outputs)
         unsharded = getattr(parameter, "_unsharded_param", None)
         if unsharded is not None:

@@ -64,7 +64,7 @@ class Residents:
     """
 
     optimizer: str = "adamw"
-    # A second copy of the weights in fp32, sharded as they are.
+    # A second copy of the weights that are trained, sharded as they are.
     ema: bool = False
     # By the kind that memory is shown with: "text encoder", "vae", ...
     frozen: Mapping[str, Frozen] = field(default_factory=dict)

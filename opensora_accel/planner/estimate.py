@@ -15,9 +15,12 @@ What is chosen in the end was traced under its own Plan (search.py); these numbe
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from opensora_accel.experimental import experiment
@@ -84,6 +87,28 @@ def _farthest(strides: tuple[tuple[str, int, int], ...], placement: Placement) -
     return num_nodes.index(max(num_nodes))
 
 
+class Weights(NamedTuple):
+    """Bytes of parameters. Of 100 in fp32 that train, and 100 that are frozen, bf16 has 800 computed, 600 kept."""
+
+    # As `BlockMemory.parameters` has them: twice what bf16 takes, and else what they are.
+    computed: int
+    # Shards, all together.
+    kept: int
+    # Of those the ones that are trained.
+    trained: int
+
+    @classmethod
+    def of(cls, parameters: Iterable[nn.Parameter], in_bf16: bool) -> Weights:
+        computed = kept = trained = 0
+        for each in parameters:
+            is_narrowed = in_bf16 and each.is_floating_point()
+            in_use = 2 * each.numel() if is_narrowed else each.nbytes
+            computed += 2 * in_use if in_bf16 else in_use
+            kept += each.nbytes if each.requires_grad else in_use
+            trained += each.nbytes if each.requires_grad else 0
+        return cls(computed, kept, trained)
+
+
 @dataclass(frozen=True)
 class Reference:
     """Steps of one rank that has all of the model and the tokens: plain, with checkpoints, with its MLPs in pieces."""
@@ -92,8 +117,9 @@ class Reference:
     whole: Trace
     light: Trace
     in_pieces: Trace
-    # For each block.
-    block_parameter_bytes: tuple[int, ...]
+    # For each block, and for all that is in none.
+    blocks: tuple[Weights, ...]
+    outside: Weights
     # Whether the model's policy says where its layers are cut for tensor parallelism.
     has_tensor_table: bool
 
@@ -109,13 +135,23 @@ class Reference:
         with FakeTensorMode():
             model = workload.model_fn()
         knows = has_policy(model)
-        blocks = blocks_of(model) if knows else []
-        sizes = tuple(sum(each.nbytes for each in block.parameters()) for block in blocks)
-        return cls(workload, whole, light, in_pieces, sizes, knows and bool(find_policy(model).tensors))
+        in_bf16 = precision == "bf16"
+        modules = blocks_of(model) if knows else []
+        blocks = tuple(Weights.of(block.parameters(), in_bf16) for block in modules)
+        within = {id(parameter) for block in modules for parameter in block.parameters()}
+        outside = Weights.of((each for each in model.parameters() if id(each) not in within), in_bf16)
+        return cls(
+            workload, whole, light, in_pieces, blocks, outside, knows and bool(find_policy(model).tensors)
+        )
 
     @property
     def num_blocks(self) -> int:
-        return max(1, len(self.block_parameter_bytes))
+        return max(1, len(self.blocks))
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Of the whole model."""
+        return Weights(*map(sum, zip(self.outside, *self.blocks, strict=True)))
 
     @cached_property
     def kernels(self) -> dict[tuple[str, bool], Counter[Operation]]:
@@ -139,15 +175,23 @@ class Reference:
 
     def memory(self, optimizer_ratio: float, tp: int, samples: int = 1) -> StepMemory:
         """As the profiler's forecasts take it, of so many times the samples."""
-        weights = [size // tp for size in self.block_parameter_bytes]
-        outside = max(0, self.whole.parameter_bytes - sum(self.block_parameter_bytes))
+        weights = [block.computed // tp for block in self.blocks]
+        whole = self.weights
+        trained = whole.trained / max(1, whole.computed)
         kept, inputs, others = (self._held(trace) for trace in (self.whole, self.light, self.in_pieces))
         blocks = tuple(
             BlockMemory(parameters=size, inputs=inputs[i], kept=kept[i], mlp=max(0, kept[i] - others[i]))
             for i, size in enumerate(weights)
         )
         # What is missing to the reference's peak is work, which grows with the samples too.
-        memory = StepMemory(self.light.plan, blocks, outside, 1.0, 2.0)
+        memory = StepMemory(
+            self.light.plan,
+            blocks,
+            self.outside.computed,
+            gradient_ratio=trained,
+            state_ratio=2 * trained,
+            kept_ratio=whole.kept / max(1, whole.computed),
+        )
         peak = self.light.peak
         explained = memory.explained(peak.device_bytes, peak.phase == "optimizer")
         grown = tuple(
@@ -159,7 +203,7 @@ class Reference:
             blocks=grown,
             work=explained.work * samples,
             outside=explained.outside * samples,
-            state_ratio=optimizer_ratio,
+            state_ratio=optimizer_ratio * trained,
         )
 
     def _held(self, trace: Trace) -> list[int]:
@@ -207,12 +251,16 @@ class Estimator:
         total = self._needs(plan.tp, plain, samples)
         on_device = 0 if plan.cpu_offload else 1 / plan.num_shards
         kinds = {
-            "parameters": round(memory.parameters * on_device),
-            "optimizer state": round(memory.parameters * self._ratio * on_device),
+            "parameters": round(memory.parameters * memory.kept_ratio * on_device),
+            "optimizer state": round(memory.parameters * memory.state_ratio * on_device),
             "gradients": round(memory.buckets_of(plan)),
         }
         kinds["activations and work"] = max(0, total - sum(kinds.values()))
         return kinds
+
+    def trained_bytes(self, plan: Plan) -> int:
+        """A rank's own share of the weights that are trained."""
+        return self.reference.weights.trained // plan.tp // plan.num_shards
 
     def host_bytes(self, plan: Plan, samples: int = 1) -> int:
         """What a rank holds in host memory."""
@@ -252,9 +300,10 @@ class Estimator:
         optimizer = self._compute("optimizer", degrees, plan.num_shards, placement)
         step["optimizer"] = optimizer["memory"] + optimizer["host"]
         if plan.cpu_offload:
-            shard = self.reference.whole.parameter_bytes / plan.tp / plan.num_shards
-            step["optimizer"] = shard * 7 / HOST_OPTIMIZER_BYTES_PER_S
-            step["copies"] += hardware.host_link.time_s(1, shard * (1 + 2 * accumulation))
+            trained = self.trained_bytes(plan)
+            kept = self.reference.weights.kept / plan.tp / plan.num_shards
+            step["optimizer"] = trained * 7 / HOST_OPTIMIZER_BYTES_PER_S
+            step["copies"] += hardware.host_link.time_s(1, trained + (kept + trained) * accumulation)
         return {kind: seconds for kind, seconds in step.items() if seconds > 0}
 
     def _compute_s(
@@ -371,11 +420,12 @@ class Estimator:
         if plan.mixed == 1:
             return 0.0
         reference, shards = self.reference, plan.num_shards
-        weights = sum(reference.block_parameter_bytes) / reference.num_blocks / plan.tp
-        total = reference.whole.parameter_bytes / plan.tp
+        weights = sum(block.computed for block in reference.blocks) / reference.num_blocks / plan.tp
+        trained = sum(block.trained for block in reference.blocks) / reference.num_blocks / plan.tp
+        total = reference.weights.trained / plan.tp
         in_bf16 = plan.precision == "bf16"
         gathered = weights * {"same": 0.5 if in_bf16 else 1.0, "int8": 0.26, "fp8": 0.26}[plan.gather_dtype]
-        reduced = weights * (0.5 if plan.reduce_dtype == "bf16" else 1.0)
+        reduced = trained * (0.5 if plan.reduce_dtype == "bf16" else 1.0)
         if not plan.is_sharded and not in_bf16:
             group = groups["mixed"]
             share = 2 * (len(group) - 1) / len(group)

@@ -54,6 +54,7 @@ class ExtendedStep:
     host_bytes: int = 0
     largest_bytes: int = 0
     parameter_bytes: int = 0
+    trained_bytes: int = 0
 
 
 def extend(
@@ -356,7 +357,7 @@ class _Memory:
         self._largest = 0
         # Block inputs on the host, and shards there.
         self._inputs = self._shards = self._host_peak = 0
-        self.parameter_bytes = 0
+        self.parameter_bytes = self.trained_bytes = 0
         for serial, size_bytes in recorder.at_start.items():
             block = extension.index_of.get(recorder.storages[serial].block, -1)
             size_all = size_bytes * (1 + extension.copies.get(block, 0))
@@ -365,6 +366,7 @@ class _Memory:
                 self._largest = max(self._largest, size_bytes)
             if self._kind_of[serial] == "parameters":
                 self.parameter_bytes += size_all
+                self.trained_bytes += 0 if recorder.storages[serial].is_frozen else size_all
             self._add(serial, size_all)
         if recorder.buckets:
             # DDP keeps its buckets between steps, of as many bytes as there are gradients.
@@ -423,4 +425,4 @@ class _Memory:
                 step.memory.append(MemoryState(max(number, 0), operation.phase, operation.block, kinds))
                 last = total
         step.host_bytes, step.largest_bytes = self._host_peak, self._largest
-        step.parameter_bytes = self.parameter_bytes
+        step.parameter_bytes, step.trained_bytes = self.parameter_bytes, self.trained_bytes

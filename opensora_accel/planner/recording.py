@@ -97,6 +97,8 @@ class Storage:
     # Name of the block that it belongs to; "" while nobody is known to hold it.
     block: str = ""
     is_owned: bool = False
+    # A parameter that the step does not train.
+    is_frozen: bool = False
     # FSDP2 has made it while it reduced gradients: this rank's shards of them.
     is_reduced: bool = False
 
@@ -194,6 +196,7 @@ class StepRecorder(DeviceBytes):
             storage = self.storages[serial]
             block = "" if owned.owner.block == ELSEWHERE else owned.owner.block
             storage.kind, storage.block, storage.is_owned = owned.owner.kind, block, True
+            storage.is_frozen = owned.owner.is_frozen
         if self._places is not None:
             self._note_host()
 

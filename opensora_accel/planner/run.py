@@ -106,6 +106,7 @@ class _Session:
             memory=tuple(step.memory),
             host_bytes=step.host_bytes,
             parameter_bytes=step.parameter_bytes,
+            trained_bytes=step.trained_bytes,
             largest_bytes=step.largest_bytes,
             groups=tuple(recorder.groups),
         )

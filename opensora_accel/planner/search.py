@@ -183,7 +183,10 @@ def _estimate(
     expected = sum(seconds.values())
     interval = expected * (1 - TIME_INTERVAL), expected * (1 + TIME_INTERVAL)
     live = sum(kinds.values())
-    return _candidate(request, plan, passes, live, MEMORY_INTERVAL, kinds, interval, expected, seconds, host)
+    trained = max(each.trained_bytes(plan) for each, _share in estimators)
+    return _candidate(
+        request, plan, passes, live, MEMORY_INTERVAL, kinds, trained, interval, expected, seconds, host
+    )
 
 
 def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
@@ -223,8 +226,9 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
     device["optimizer state"] = round(state * request.residents.state_ratio / 2)
     live = sum(device.values())
     candidate = _candidate(
-        request, plan, passes, live, 0.0, device, (times[0], times[2]), times[1], kinds_s, trace.host_bytes,
-        communication_bytes=communication_buffer_bytes(trace, hardware), parameter_bytes=trace.parameter_bytes,
+        request, plan, passes, live, 0.0, device, trace.trained_bytes, (times[0], times[2]), times[1], kinds_s,
+        trace.host_bytes,
+        communication_bytes=communication_buffer_bytes(trace, hardware),
     )  # fmt: skip
     return replace(candidate, trace=trace, timeline=timeline)
 
@@ -269,12 +273,12 @@ def _candidate(
     live: int,
     uncertain: float,
     kinds: Mapping[str, int],
+    trained_bytes: int,
     step_time_s: tuple[float, float],
     expected_s: float,
     seconds: Mapping[str, float],
     host_bytes: int,
     communication_bytes: int | None = None,
-    parameter_bytes: int | None = None,
 ) -> Candidate:
     """With what lies in memory beside the step, and what the allocator and the libraries take."""
     hardware, residents = request.hardware, request.residents
@@ -282,7 +286,7 @@ def _candidate(
         communication_bytes = hardware.communicator_bytes * len(axis_groups(plan))
     by_kind = dict(kinds)
     if residents.ema:
-        by_kind["ema"] = by_kind.get("parameters", 0) if parameter_bytes is None else parameter_bytes
+        by_kind["ema"] = trained_bytes
     by_kind |= {kind: part.size_bytes for kind, part in residents.frozen.items() if part.size_bytes}
     beside = sum(by_kind.values()) - sum(kinds.values())
     low, high = live * (1 - uncertain) + beside, live * (1 + uncertain) + beside

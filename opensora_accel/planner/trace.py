@@ -72,6 +72,8 @@ class Trace:
     host_bytes: int
     # This rank's own shards of the parameters.
     parameter_bytes: int
+    # Of them those that the step trains.
+    trained_bytes: int
     # The largest single storage: what an allocator's fragments are estimated from.
     largest_bytes: int
     # Groups in which this rank communicates, as global ranks: each takes buffers of the communication library.

@@ -188,7 +188,8 @@ def parallelize(
     `alternatives` are `shard`'s: plans that some forwards run the blocks by.
 
     In bf16 whole weights are the one shard of each copy: FSDP2 makes a block's bf16 weights when it runs, as it does of
-    several shards, and averages fp32 gradients. So no operator's dtype depends on torch.autocast and its lists.
+    several shards, and averages fp32 gradients. So no operator's dtype depends on torch.autocast and its lists. Frozen
+    weights are kept in bf16: nothing but their rounded values is ever read.
     """
     alternatives = dict(alternatives or {})
     if plan.precision == "bf16" and not plan.is_sharded:
@@ -197,9 +198,11 @@ def parallelize(
         )
         alternatives = dict(zip(alternatives, others, strict=True))
     model.train()
-    if model.dtype != weight_dtype(plan):
-        with resume_recording(model):  # of a model that waits for its weights
+    with resume_recording(model):  # of a model that waits for its weights
+        if any(p.is_floating_point() and p.dtype != weight_dtype(plan) for p in model.parameters()):
             model.to(weight_dtype(plan))
+        if plan.precision == "bf16":
+            _narrow_frozen(model)
     if not is_deferred(model):
         model.to(device)
     if plan.precision == "fp64":
@@ -210,6 +213,20 @@ def parallelize(
     group = get_parallel_group("mixed")
     devices = [device] if device.type == "cuda" else None
     return model, nn.parallel.DistributedDataParallel(model, device_ids=devices, process_group=group)
+
+
+def _narrow_frozen(model: nn.Module) -> None:
+    """Gives frozen weights the bf16 that they are computed in, but for those that the model's class keeps in fp32."""
+    from opensora_accel.fsdp import kept_in_fp32
+
+    kept, narrowed = kept_in_fp32(model), dict[int, nn.Parameter]()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            is_narrowed = not parameter.requires_grad and parameter.dtype == torch.float32
+            if is_narrowed and id(parameter) not in kept:
+                # Tied parameters stay one.
+                narrow = nn.Parameter(parameter.to(torch.bfloat16), requires_grad=False)
+                setattr(module, name, narrowed.setdefault(id(parameter), narrow))
 
 
 def weight_dtype(plan: Plan) -> torch.dtype:

@@ -1,6 +1,7 @@
 """bf16: sharded fp32 weights, gathered and computed with as those of a model that was loaded in bf16."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -115,6 +116,48 @@ def test_bf16_is_that_of_a_model_loaded_in_bf16(ranks, what, plan):
         rounded = {name for name, each in numbers.items() if each["beside the ranks' mean"] > 1e-6}
         assert all("text_embedder" in name for name in rounded)
         assert used[worst] <= 1
+
+
+def step_of_adapters(plan, narrow):
+    """Of one step in the trainer's way: gradients of adapters, and each parameter's dtype, frozen ones first."""
+    from shardformer.engine import apply
+
+    init_parallel(plan)
+    inputs, target = batch(0, 0, slice(0, 2), torch.float32)
+    with mock.patch.object(apply, "_narrow_frozen", apply._narrow_frozen if narrow else lambda _model: None):
+        model, forward = shardformer.parallelize(adapted(), plan, torch.device("cpu"))
+    (out,) = forward(**inputs, return_dict=False)
+    (out.float() - target).square().mean().backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    dtypes = [
+        {p.dtype for p in model.parameters() if p.requires_grad == trained} for trained in (False, True)
+    ]
+    in_fp32 = {
+        name for name, p in model.named_parameters() if p.dtype == torch.float32 and not p.requires_grad
+    }
+    return whole(model, found), dtypes, in_fp32
+
+
+@pytest.mark.parametrize(
+    "plan",
+    some([
+        Plan(ulysses=3, sharding="zero3", precision="bf16", checkpoint="full"),
+        Plan(precision="bf16"),
+        Plan(ring=2, dp_replicate=2, sharding="HYBRID_SHARD", precision="bf16"),
+    ]),
+    ids=str,
+)  # fmt: skip
+def test_frozen_weights_take_two_bytes_and_give_the_same_bits(ranks, plan):
+    narrow = ranks(plan.world_size, step_of_adapters, plan, True)
+    wide = ranks(plan.world_size, step_of_adapters, plan, False)
+    for (found, dtypes, in_fp32), (expected, wide_dtypes, _) in zip(narrow, wide, strict=True):
+        assert wide_dtypes == [{torch.float32}, {torch.float32}]
+        assert dtypes == [{torch.bfloat16, torch.float32}, {torch.float32}]
+        assert in_fp32 and all(
+            "time_embedder" in name or "norm" in name or "scale_shift" in name for name in in_fp32
+        )
+        assert found.keys() == expected.keys() and found
+        assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 @pytest.mark.parametrize("per_token_time", [False, True])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from opensora_accel.plan import Plan
 from opensora_accel.planner import command, estimate, search
-from opensora_accel.planner.estimate import Reference, axis_groups
+from opensora_accel.planner.estimate import Reference, Weights, axis_groups
 from opensora_accel.planner.trace import MemoryState, Operation, Trace
 
 MIB = 2**20
@@ -105,6 +105,7 @@ def trace_step(workload: StandInWorkload, plan: Plan, rank: int = 0) -> Trace:  
         tuple(memory),
         host,
         parameters,
+        parameters,
         kept,
         tuple(groups.values()),
     )
@@ -116,8 +117,8 @@ def reference(cls, workload, precision):
         trace_step(workload, plain.replace(**more))
         for more in ({}, {"checkpoint": "full"}, {"mlp_chunks": 4})
     ]
-    sizes = (4 * 12 * workload.channels**2,) * workload.num_blocks
-    return Reference(workload, *traces, sizes, workload.has_tensor_table)
+    blocks = (Weights(*(4 * 12 * workload.channels**2,) * 3),) * workload.num_blocks
+    return Reference(workload, *traces, blocks, Weights(0, 0, 0), workload.has_tensor_table)
 
 
 def use_stand_ins(monkeypatch):

@@ -440,7 +440,7 @@ def test_the_optimizer_takes_longer_on_sharded_parameters():
     ]
 
     def step_s(plan, hardware):
-        trace = Trace(plan, 0, 1, tuple(operations), (), 0, 0, 0)
+        trace = Trace(plan, 0, 1, tuple(operations), (), 0, 0, 0, 0)
         return search_module.simulated(trace, hardware, Placement(2, 2)).step_s
 
     further = {}

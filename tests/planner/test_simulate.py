@@ -28,7 +28,7 @@ def steps(*rows):
             )
         )
     seconds = {operation.name: row[1] for operation, row in zip(operations, rows, strict=True)}
-    trace = Trace(Plan(), 0, 1, tuple(operations), (), 0, 0, 0)
+    trace = Trace(Plan(), 0, 1, tuple(operations), (), 0, 0, 0, 0)
     return trace, lambda operation: seconds[operation.name]
 
 

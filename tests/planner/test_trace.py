@@ -225,7 +225,7 @@ def test_few_blocks_tell_what_all_do(monkeypatch, degrees, sizes):
     monkeypatch.setattr(run, "_FEW", 1000)
     all_blocks = trace_step(workload, plan)
     assert few.operations == all_blocks.operations and few.peak_bytes == all_blocks.peak_bytes
-    for field in ("num_blocks", "parameter_bytes", "largest_bytes", "host_bytes", "groups"):
+    for field in ("num_blocks", "parameter_bytes", "trained_bytes", "largest_bytes", "host_bytes", "groups"):
         assert getattr(few, field) == getattr(all_blocks, field), field
     # Small temporaries of the optimizer may be freed one operation sooner or later.
     states = zip(few.memory, all_blocks.memory, strict=True)

@@ -7,11 +7,17 @@ import pytest
 import torch
 
 from opensora_accel import Plan
+from opensora_accel.fsdp import kept_in_fp32
+from opensora_accel.planner.candidates import Passes, Request
+from opensora_accel.planner.estimate import Estimator, Reference
+from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.models import MODELS, PARTS, named_workload
 from opensora_accel.planner.run import trace_step
+from opensora_accel.planner.search import exact
 from opensora_accel.planner.workload import Workload, step_file
+from opensora_accel.training.planned import job_of
 from opensora_accel.training.tiny_run import TrueSize
-from tests.tiers import PROVE
+from tests.tiers import PROVE, some
 from tests.training.runs import tiny_config
 
 # Billions of parameters that the models are published with.
@@ -168,6 +174,43 @@ def test_a_configured_run_is_traced(clips, tmp_path):
     # Two passes, of which each recomputes every block.
     phases = [phase for phase, _ in groupby(each.phase for each in trace.operations)]
     assert phases.count("recompute") == 2 * trace.num_blocks and phases[-1] == "optimizer"
+
+
+PLANS = [
+    Plan(ulysses=2, sharding="zero3", checkpoint="full", precision="bf16"),
+    Plan(dp_replicate=2, precision="bf16"),
+    Plan(dp_shard=2, sharding="zero2"),
+]
+
+
+@pytest.mark.parametrize("plan", some(PLANS, PLANS[0]), ids=str)
+def test_what_adapters_freeze_has_neither_gradients_nor_averages(clips, tmp_path, plan):
+    """And takes two bytes an element in bf16, but for what the model keeps in fp32."""
+    job = job_of(tiny_config(clips, tmp_path, plan, **{"lora.rank": 2}))
+    ((workload, _share),) = job.mix
+    with torch.device("meta"):
+        model = workload.model_fn()
+    kept, trained, frozen = kept_in_fp32(model), 0, 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            trained += 4 * parameter.numel()
+        else:
+            narrow = plan.precision == "bf16" and id(parameter) not in kept
+            frozen += (2 if narrow else 4) * parameter.numel()
+    trace = trace_step(workload, plan)
+    shards = plan.num_shards
+    # Rows of 3 and 16 heads' channels do not divide evenly.
+    assert trace.trained_bytes == pytest.approx(trained / shards, rel=0.02)
+    assert trace.parameter_bytes == pytest.approx((trained + frozen) / shards, rel=0.02)
+    request = Request(job.mix, Hardware.named("h100x8-ib400"), 2, plan.precision, job.residents)
+    kinds = exact(request, plan, Passes()).bytes_by_kind
+    assert kinds["ema"] == trace.trained_bytes
+    estimator = Estimator(Reference.of(workload, plan.precision), request.hardware)
+    estimated = estimator.bytes_by_kind(plan)
+    assert estimator.trained_bytes(plan) == trained // shards
+    assert estimated["optimizer state"] == pytest.approx(2 * trained / shards, abs=2)
+    # It knows nothing of what is kept in fp32.
+    assert frozen * 0.8 < shards * estimated["parameters"] - trained <= frozen
 
 
 def test_a_step_that_reads_values_is_refused(tmp_path):
