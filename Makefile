@@ -127,11 +127,11 @@ lint: .venv/.dev
 	@touch $@
 
 .venv/.peers: .venv/.torch constraints.txt
-	@echo "installing peers whose faults tools/repro shows"
+	@echo "installing peers whose faults tools/repro shows, and whose codes are compared"
 	@# Apart, because nothing else needs them.
 	@$(PIP) install -c constraints.txt --no-deps --target .venv/peers \
-	  yunchang ring-attention-pytorch beartype einops jaxtyping wadler_lindig || \
-	  echo "yunchang and ring-attention-pytorch cannot be had here; the tests of tools/repro skip their scripts"
+	  yunchang ring-attention-pytorch beartype einops jaxtyping wadler_lindig bitsandbytes || \
+	  echo "peers cannot be had here; the tests of tools/repro skip their scripts, and that of nf4 its reference"
 	@touch $@
 
 .venv/.docs: .venv/.train constraints.txt

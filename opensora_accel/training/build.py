@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from opensora_accel.communications import gather_objects
 from opensora_accel.deferred import deferred_init
+from opensora_accel.experimental import experiment
 from opensora_accel.parallel_states import get_mesh
 from opensora_accel.plan import Plan
 from opensora_accel.training.adapters import SavedAdapter, add_adapters, read_adapter
@@ -125,7 +126,7 @@ def build_model(
         except SafetensorError as error:
             raise unloadable(cls, "model.path", config.model.path, error) from error
     if config.lora.is_used:
-        adapt(model, config)
+        adapt(model, config, config.model.path)
     recipe.use_all(model)
     return model, shapes
 
@@ -163,14 +164,20 @@ def _hint(argument: str, recipe: Recipe, codec: Codec) -> str:
     }.get(argument, "")
 
 
-def adapt(model: nn.Module, config: TrainConfig) -> None:
+def adapt(model: nn.Module, config: TrainConfig, folder: str = "") -> None:
     """Puts adapters on a model that waits for its values: those of `lora.path`, or new ones.
+
+    Args:
+        folder: where those values lie, if they are read.
 
     Raises:
         FileNotFoundError, ValueError: as `read_adapter` and `add_adapters`, or they are of another model.
     """
     saved = saved_adapter(config)
     add_adapters(model, config.lora if saved is None else saved.config)
+    if config.lora.base != "whole":
+        # Afterwards, as PEFT looks at a layer's weight 21 times, which each time would be made of codes.
+        experiment("quantized").quantize_frozen(model, config.lora.base, folder)
     if saved is not None:
         saved.fill(model)
 
@@ -414,7 +421,8 @@ def _check_memory(
     available = psutil.virtual_memory().available
     num_parameters = sum(parameter.numel() for parameter in outline.parameters())
     num_elements = num_parameters + sum(buffer.numel() for buffer in outline.buffers())
-    needed = dtype.itemsize * num_elements * num_ranks // config.plan.num_shards
+    of_base = {"whole": dtype.itemsize, "int8": 1, "nf4": 0.5}[config.lora.base]
+    needed = of_base * num_elements * num_ranks // config.plan.num_shards
     if any(gather_objects(needed > available)):
         raise ValueError(
             f"{type(outline).__name__} with this model.config has {num_parameters / 1e9:.1f} B parameters: "
@@ -494,8 +502,9 @@ def describe(
     config: TrainConfig, model: nn.Module, tokens: Mapping[Bucket, int], portions: Sequence[Portion]
 ) -> str:
     """What is about to run, for a person: three lines, and one for each bucket."""
-    size = sum(parameter.numel() for parameter in model.parameters())
-    model_name = f"{type(model).__name__}, {size / 1e6:.2f} M parameters"
+    model_name = f"{type(model).__name__}, {_num_parameters(model) / 1e6:.2f} M parameters"
+    if config.lora.base != "whole":
+        model_name += f", whose frozen layers are kept in {config.lora.base}"
     if config.flow.boundary:
         model_name = f"two experts that meet at {config.flow.boundary:g}, each a {model_name}"
     plan = config.plan
@@ -525,6 +534,15 @@ def describe(
     empty = [str(bucket) for bucket in config.data.sizes if bucket not in filled]
     warnings = [f"no file falls into the buckets {', '.join(empty)}"] if empty else []
     return "\n".join([*lines, "data, in each step one of", *(f"  {each}" for each in [*clips, *warnings])])
+
+
+def _num_parameters(model: nn.Module) -> int:
+    """How many there are; codes of 8 and 4 bits count as the weights that they stand for."""
+    own = {id(each): each.numel() for each in model.parameters()}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and "codes" in module._parameters:
+            own |= {id(module.codes): module.in_features * module.out_features, id(module.scales): 0}
+    return sum(own.values())
 
 
 def _folders(config: DataConfig) -> str:

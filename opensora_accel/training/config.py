@@ -108,6 +108,11 @@ class TrainConfig:
                 "data.regularisation is for a run of adapters, which asks the model without them; set lora.rank, or "
                 "leave it out"
             )
+        if self.lora.base != "whole" and self.plan.tp > 1:
+            raise ValueError(
+                f'lora.base="{self.lora.base}" keeps layers by their rows, which plan.tp cuts otherwise; set plan.tp '
+                "to 1, and put its ranks on plan.ulysses or plan.dp_shard, or leave lora.base out"
+            )
         if self.flow.time_range != (0.0, 1.0) and (self.num_samples or self.sample_captions):
             raise ValueError(
                 f"a model that learns the times of flow.time_range {list(self.flow.time_range)} alone samples no "

@@ -237,6 +237,9 @@ class LoraConfig:
     """Of a LoKr, the size of the small matrix, for layers that it divides; 0 is as near to the root of a layer's."""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("to_q", "to_k", "to_v", "to_out.0")
     """Ends of the names of the layers that get one."""
+    base: Literal["whole", "int8", "nf4"] = "whole"
+    """How frozen linear layers of the blocks are kept: whole (in bf16 where the run computes in it), or in codes of 8
+    or 4 bits, of which each product makes the weight."""
     path: str = ""
     """Local file or folder of an adapter to go on from, as this trainer, diffusers, PEFT and ComfyUI have it; its kind,
     rank, alpha, factor and targets are its own."""
@@ -255,6 +258,8 @@ class LoraConfig:
                 "lora.path brings its own kind, rank, alpha, factor and targets; leave "
                 f"{' and '.join(changed)} out, or leave lora.path out"
             )
+        if self.base != defaults["base"]:
+            changed.append("lora.base")
         if not self.is_used and changed:
             raise ValueError(
                 f"{' and '.join(changed)} are for a run with lora.rank; set it, or leave them out"

@@ -134,7 +134,9 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         optim=optim,
         bucket_plans={},
         validation=ValidationConfig(),
-        lora=config.lora if saved is None else saved.config_by_ends,
+        lora=config.lora
+        if saved is None
+        else dataclasses.replace(saved.config_by_ends, base=config.lora.base),
     )
 
 
