@@ -27,11 +27,11 @@ with fake_world(0, 4), without_values():
     plan = Plan(dp_replicate=2, ulysses=2, sharding="zero3", checkpoint="full")
     init_parallel(plan)
     shardformer.shard(wan(), plan)
-from opensora_accel.planner.candidates import _extras
+from opensora_accel.planner.candidates import Residents, _extras
 from opensora_accel.planner.hardware import Hardware
 
 class Request:
-    hardware, world_size = Hardware.named("h100x2-ib400"), 4
+    hardware, world_size, residents = Hardware.named("h100x2-ib400"), 4, Residents()
 
 fields = {"dp_shard": 1, "ring": 1, "ulysses": 4, "tp": 1, "sharding": "none"}
 assert _extras(Request, fields) == [{}], "the planner proposes no experiment"

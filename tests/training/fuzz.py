@@ -44,6 +44,7 @@ GOOD: dict[str, list[Any]] = {
     "lora.kind": ["lora"],
     "lora.rank": [1],
     "lora.factor": [0],
+    "lora.base": ["whole"],
     "flow.shift": ["auto", 0.1, 3, 1e6],
     "flow.time_distribution": ["uniform", "logit-normal"],
     "flow.diffusion_forcing": ["none"],
@@ -95,7 +96,7 @@ GOOD: dict[str, list[Any]] = {
 
 BAD: dict[str, list[Any]] = {
     "output": ["", "\0", "/dev/null", "/dev/null/run", "x" * 300, 3],
-    "steps": [0, -1, 1.5, "3", None, True, NAN, [], {}],
+    "steps": [0, -1, 1.5, "3", None, True, NAN, []],
     "seed": [-1, 2**63, 0.5, "x", NAN],
     "log_every": [0, -1, 0.5],
     "save_every": [0, -HUGE, "often"],
@@ -133,6 +134,7 @@ BAD: dict[str, list[Any]] = {
     "lora.rank": [HUGE],
     "lora.alpha": [1.0],
     "lora.factor": [3],
+    "lora.base": ["nf4"],
     "lora.targets": [["to_q"]],
     "lora.path": ["/nowhere"],
     "lora.path_2": ["/nowhere"],
@@ -274,6 +276,8 @@ def _fitting(changes: dict[str, Any], name: str) -> dict[str, Any]:
         and not (name == "conditions.t2v" and key in given)
         # What waits on the host is the input of a block that is recomputed.
         and not (name == "plan.offload" and key == "plan.checkpoint")
+        # Without adapters nothing may be said of them.
+        and not (name.startswith("lora.") and key == "lora.rank")
         and not {key, name} <= together
         and not {key, name} <= strides
         and not (key in given and "data.num_frames" in {name, *changes})
