@@ -56,8 +56,6 @@ class StepMemory:
     parameters_outside: int
     gradient_ratio: float
     state_ratio: float
-    # What is kept for each byte of weights: frozen ones lie in the bf16 that they are computed in.
-    kept_ratio: float = 1.0
     # Gradients that were there before the forward, as when they are accumulated.
     has_gradients_before: bool = False
     # What the model's other parts have made when the blocks begin, and what a backward takes beside what was kept.
@@ -65,6 +63,8 @@ class StepMemory:
     work: int = 0
     # What the optimizer's step takes for itself.
     optimizer_work: int = 0
+    # What is kept for each byte of weights: frozen ones lie in the bf16 that they are computed in.
+    kept_ratio: float = 1.0
 
     @property
     def parameters(self) -> int:

@@ -216,7 +216,7 @@ class explain_out_of_memory:
             sizes[""],
             gradient_ratio,
             max(state, _state_ratio(self._optimizer) * gradient_ratio),
-            self._has_gradients_before,
+            has_gradients_before=self._has_gradients_before,
             # In an MLP's backward the gradient of its hidden layer comes beside what was kept.
             work=largest,
         )
