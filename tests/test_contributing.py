@@ -69,6 +69,25 @@ def test_there_are_three_recipes_with_files_diffs_and_commands():
         assert {kind.split()[0] for _, kind, _ in BLOCKS.findall(recipe)} == {"python", "diff", "sh"}
 
 
+def num_lines(recipe: str, *rooms: str) -> int:
+    """How many lines that are not empty it adds to files of these folders."""
+    count = 0
+    for file, kind, text in BLOCKS.findall(recipe):
+        if kind == "python" and file.startswith(rooms):
+            count += sum(bool(line.strip()) for line in text.splitlines())
+        for name, hunks in re.findall(r"^\+\+\+ (\S+)\n(.*?)(?=^\+\+\+ |\Z)", text, re.M | re.S):
+            if kind == "diff" and name.startswith(rooms):
+                count += len(re.findall(r"^\+", hunks, re.M))
+    return count
+
+
+def test_the_page_says_how_long_they_are():
+    source = [num_lines(RECIPES[recipe], "shardformer/", "opensora_accel/") for recipe in "12"]
+    tests = [num_lines(RECIPES[recipe], "tests/") for recipe in "12"]
+    said = f"{source[0]} lines of source for a model and {source[1]} for a field, with {tests[0]} and {tests[1]} of tests"
+    assert said in PAGE.replace("\n", " ")
+
+
 @pytest.mark.prove
 def test_a_model_is_added(tree):
     proposed, tested = follow(RECIPES["1"], tree)
