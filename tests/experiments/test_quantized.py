@@ -18,7 +18,7 @@ from opensora_accel.training import build
 from opensora_accel.weights import Stored
 from tests.models import wan
 from tests.tiers import PROVE, some
-from tests.training.runs import SHARDED, TINY_WAN, losses, tiny_config
+from tests.training.runs import SHARDED, lora_config, losses, save_tiny_wan
 
 KINDS = ("int8", "nf4")
 
@@ -163,17 +163,7 @@ def test_a_rank_reads_its_rows_alone_and_has_the_codes_of_one_device(tmp_path, m
 
 @pytest.fixture
 def base(tmp_path):
-    from diffusers import WanTransformer3DModel
-
-    torch.manual_seed(0)
-    model = WanTransformer3DModel(**TINY_WAN, in_channels=48, out_channels=48, text_dim=32)
-    model.save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
-
-
-def adapter_config(clips, base, output, plan=None, **changes):
-    options = {"lora.rank": 2, "optim.lr": 1e-2, "steps": 4, **changes}
-    return tiny_config(clips, output, plan, model={"path": str(base)}, **options)
+    return save_tiny_wan(tmp_path / "base")
 
 
 MESHES = [*SHARDED, Plan(ulysses=2, checkpoint="selective"), Plan(ring=2, sharding="zero3", cpu_offload=True)]
@@ -186,11 +176,11 @@ MESHES = [*SHARDED, Plan(ulysses=2, checkpoint="selective"), Plan(ring=2, shardi
 def test_losses_are_those_of_one_device(ranks, clips, base, tmp_path, kind, adapter, plan):
     changes = {"lora.base": kind, "lora.kind": adapter}
     fp64 = Plan(precision="fp64")
-    (one,) = ranks(1, losses, adapter_config(clips, base, tmp_path / "one", fp64, **changes))
-    sharded = adapter_config(clips, base, tmp_path / "run", plan.replace(precision="fp64"), **changes)
+    (one,) = ranks(1, losses, lora_config(clips, base, tmp_path / "one", fp64, **changes))
+    sharded = lora_config(clips, base, tmp_path / "run", plan.replace(precision="fp64"), **changes)
     for found in ranks(plan.world_size, losses, sharded):
         assert found == pytest.approx(one, rel=1e-9)
-    whole = adapter_config(clips, base, tmp_path / "whole", fp64, **{"lora.kind": adapter})
+    whole = lora_config(clips, base, tmp_path / "whole", fp64, **{"lora.kind": adapter})
     (without,) = ranks(1, losses, whole)
     # Near to those of the model itself, and not the same.
     assert one != without and one == pytest.approx(without, rel=0.05)
@@ -223,7 +213,7 @@ def test_a_run_in_bf16_goes_on_bit_for_bit_and_is_exported(ranks, clips, base, t
     from diffusers import WanTransformer3DModel
 
     plan = Plan(dp_shard=2, sharding="zero3", precision="bf16")
-    config = adapter_config(clips, base, tmp_path / "run", plan, **{"lora.base": kind})
+    config = lora_config(clips, base, tmp_path / "run", plan, **{"lora.base": kind})
     whole = ranks(2, trained, config)
     half = dataclasses.replace(config, output=str(tmp_path / "half"))
     ((_, size, saved), *_) = ranks(2, trained, half, None, 2)
@@ -240,7 +230,7 @@ def test_a_run_in_bf16_goes_on_bit_for_bit_and_is_exported(ranks, clips, base, t
 
 
 def test_the_run_says_how_the_base_is_kept(run, clips, base, tmp_path):
-    config = adapter_config(clips, base, tmp_path / "run", **{"lora.base": "nf4", "steps": 1})
+    config = lora_config(clips, base, tmp_path / "run", **{"lora.base": "nf4", "steps": 1})
     (tmp_path / "run.json").write_text(json.dumps(dataclasses.asdict(config)))
     status, text = run("train", "--config", tmp_path / "run.json")
     assert status == 0 and "whose frozen layers are kept in nf4, on 1 CPU rank(s)" in text
@@ -256,7 +246,7 @@ def test_the_run_says_how_the_base_is_kept(run, clips, base, tmp_path):
 )
 def test_what_cannot_be_is_refused(clips, base, tmp_path, changes, told):
     with pytest.raises(ValueError, match=told):
-        adapter_config(clips, base, tmp_path / "run", **{"lora.base": "nf4", **changes})
+        lora_config(clips, base, tmp_path / "run", **{"lora.base": "nf4", **changes})
 
 
 def test_a_model_without_layers_in_blocks_is_refused():
@@ -273,7 +263,7 @@ def test_a_model_without_layers_in_blocks_is_refused():
 @pytest.mark.parametrize("command", [pytest.param("verify", marks=PROVE), "plan"])
 def test_commands_take_it(run, clips, base, tmp_path, command):
     plan = Plan(precision="bf16")
-    config = adapter_config(clips, base, tmp_path / "run", plan, **{"lora.base": "nf4"})
+    config = lora_config(clips, base, tmp_path / "run", plan, **{"lora.base": "nf4"})
     (tmp_path / "run.json").write_text(json.dumps(dataclasses.asdict(config)))
     more = ["--gpus", 2, "--hardware", "h100x8-ib400"] if command == "plan" else ["--max-ranks", 2]
     status, text = run(command, "--config", tmp_path / "run.json", *more)

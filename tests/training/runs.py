@@ -54,6 +54,22 @@ def tiny_config(folder: Path | str, output: Path | str, plan: Plan | None = None
     return config_from_dict(values, "the test")
 
 
+def save_tiny_wan(folder: Path) -> Path:
+    """A folder with a Wan for latents of 48 channels, as the codec gives them, and embeddings of 32."""
+    from diffusers import WanTransformer3DModel
+
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(**TINY_WAN, in_channels=48, out_channels=48, text_dim=32)
+    model.save_pretrained(folder)
+    return folder
+
+
+def lora_config(clips: Path, base: Path, output: Path, plan: Plan | None = None, **changes: Any) -> Any:
+    """Four steps of adapters on the model of `base`."""
+    options = {"lora.rank": 2, "lora.alpha": 5.0, "optim.lr": 1e-2, "steps": 4, **changes}
+    return tiny_config(clips, output, plan, model={"path": str(base)}, **options)
+
+
 def assert_one_run(one: Any, other: Any) -> None:
     """That two meshes in fp64 give one run: losses, norms and gradients, as `test_loop.curve` has them of each."""
     (losses, norms, gradients), (others, other_norms, other_gradients) = one, other

@@ -18,25 +18,12 @@ from opensora_accel.training.adapters import add_adapters, read_adapter, saved_w
 from opensora_accel.training.flow import drop_captions
 from opensora_accel.training.sections import LoraConfig
 from tests.tiers import PROVE, some
-from tests.training.runs import TINY_WAN, losses, tiny_config
+from tests.training.runs import TINY_WAN, lora_config, losses, save_tiny_wan, tiny_config
 
 
 @pytest.fixture
 def base(tmp_path):
-    """A folder with a Wan for latents of 48 channels, as the codec gives them, and embeddings of 32."""
-    from diffusers import WanTransformer3DModel
-
-    torch.manual_seed(0)
-    model = WanTransformer3DModel(**TINY_WAN, in_channels=48, out_channels=48, text_dim=32)
-    model.save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
-
-
-def lora_config(clips, base, output, plan=None, **changes):
-    options = {"lora.rank": 2, "lora.alpha": 5.0, "optim.lr": 1e-2, "steps": 4, **changes}
-    config = tiny_config(clips, output, plan, model={"path": str(base)}, **options)
-    assert config.model.path
-    return config
+    return save_tiny_wan(tmp_path / "base")
 
 
 def whole(tensor):
