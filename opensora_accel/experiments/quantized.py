@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opensora_accel.deferred import resume_recording
+from opensora_accel.fsdp import kept_in_fp32
 from opensora_accel.weights import Stored, fill, find_stored
 from shardformer import blocks_of
 
@@ -53,9 +54,7 @@ def quantize(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
             filled up with zeros to n blocks.
         scales: of the weight's dtype, [out, 1] or [out, n].
     """
-    blocks = weight[:, None] if kind == "int8" else _in_blocks(weight)
-    most = 127 if kind == "int8" else 1
-    scales = (blocks.abs().amax(2) / most).to(torch.bfloat16).to(weight.dtype)
+    blocks, scales = _in_blocks(weight, kind)
     # Where all is zero, so is every code's value times the scale.
     ratios = blocks / (scales + (scales == 0))[..., None]
     if kind == "int8":
@@ -68,9 +67,13 @@ def quantize(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     return (nearest[..., 0] * 16 + nearest[..., 1]).to(torch.uint8), scales
 
 
-def _in_blocks(weight: Tensor) -> Tensor:
-    """[out, in] → [out, n, 64]."""
-    return F.pad(weight, (0, -weight.size(1) % _BLOCK)).view(weight.size(0), -1, _BLOCK)
+def _in_blocks(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    """A weight [out, in] as the blocks [out, n, 64] or [out, 1, in] that share a scale, and those scales [out, n]."""
+    if kind == "int8":
+        blocks, most = weight[:, None], 127
+    else:
+        blocks, most = F.pad(weight, (0, -weight.size(1) % _BLOCK)).view(weight.size(0), -1, _BLOCK), 1
+    return blocks, (blocks.abs().amax(2) / most).to(torch.bfloat16).to(weight.dtype)
 
 
 def _pairs() -> Tensor:
@@ -142,11 +145,15 @@ class _Part(Stored):
     def read(self, dtype: torch.dtype, region: tuple[slice, ...] = ()) -> Tensor:
         rows, columns = region or (slice(None), slice(None))
         weight = super().read(torch.float32, (rows, slice(None)))
-        return quantize(weight, self.kind)[self.part][:, columns].to(dtype)
+        return self._made_of(weight)[:, columns].to(dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(quantize(torch.empty(super().shape), self.kind)[self.part].shape)
+        return tuple(self._made_of(torch.empty(super().shape, device="meta")).shape)
+
+    def _made_of(self, weight: Tensor) -> Tensor:
+        # Scales need no codes, which take most of the time.
+        return _in_blocks(weight, self.kind)[1] if self.part else quantize(weight, self.kind)[0]
 
 
 def quantize_frozen(model: nn.Module, kind: Kind, folder: str = "") -> None:
@@ -161,12 +168,12 @@ def quantize_frozen(model: nn.Module, kind: Kind, folder: str = "") -> None:
         ValueError: it has no linear layers in blocks.
     """
     within = {id(module) for block in blocks_of(model) for module in block.modules()}
-    exact = _exact_names(model)
+    in_fp32, patterns = kept_in_fp32(model), getattr(model, "_skip_layerwise_casting_patterns", None) or ()
     chosen = [
         name
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and id(module) in within and not exact.search(name)
-        and not module.weight.requires_grad
+        if type(module) is nn.Linear and id(module) in within and not module.weight.requires_grad
+        and id(module.weight) not in in_fp32 and not any(re.search(each, name) for each in patterns)
     ]  # fmt: skip
     if not chosen:
         raise ValueError(
@@ -190,12 +197,3 @@ def quantize_frozen(model: nn.Module, kind: Kind, folder: str = "") -> None:
                 for number, part in enumerate(("codes", "scales"))
             },
         )
-
-
-def _exact_names(model: nn.Module) -> re.Pattern[str]:
-    """What names of layers have that keep their precision."""
-    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
-    kept = {kept} if isinstance(kept, str) else set(kept)
-    names = {rf"(^|\.){re.escape(name)}(\.|$)" for name in kept}
-    patterns = {*names, *(getattr(model, "_skip_layerwise_casting_patterns", None) or ())}
-    return re.compile("|".join(sorted(patterns)) or r"(?!)")

@@ -217,7 +217,7 @@ def parallelize(
 
 def _narrow_frozen(model: nn.Module) -> None:
     """Gives frozen weights the bf16 that they are computed in, but for those that the model's class keeps in fp32."""
-    from opensora_accel.fsdp import kept_in_fp32
+    from opensora_accel.fsdp import kept_in_fp32  # not before bf16 needs torch's FSDP
 
     kept, narrowed = kept_in_fp32(model), dict[int, nn.Parameter]()
     for module in model.modules():
