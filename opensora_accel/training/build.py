@@ -421,7 +421,10 @@ def _check_memory(
     available = psutil.virtual_memory().available
     num_parameters = sum(parameter.numel() for parameter in outline.parameters())
     num_elements = num_parameters + sum(buffer.numel() for buffer in outline.buffers())
-    of_base = {"whole": dtype.itemsize, "int8": 1, "nf4": 0.5}[config.lora.base]
+    # Frozen weights are kept in what they are computed in.
+    is_narrow = config.lora.is_used and config.plan.precision == "bf16"
+    of_whole = torch.bfloat16.itemsize if is_narrow else dtype.itemsize
+    of_base = {"whole": of_whole, "int8": 1, "nf4": 0.5}[config.lora.base]
     needed = of_base * num_elements * num_ranks // config.plan.num_shards
     if any(gather_objects(needed > available)):
         raise ValueError(

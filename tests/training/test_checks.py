@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,6 +166,23 @@ def test_weights_of_another_kind_are_refused():
         ):
             with pytest.raises(ValueError, match=message):
                 built(config(EASYANIMATE, tiny | arguments, data=data))
+
+
+def test_frozen_weights_are_counted_as_they_are_kept(monkeypatch):
+    name = "WanTransformer3DModel"
+    tiny = dict(RECIPES[name].tiny) | {"ffn_dim": 4096}
+    tables = {"data": {"num_frames": 5, "height": 16, "width": 16}, "plan": {"precision": "bf16"}}
+    adapters = {"lora": {"rank": 2}}
+    with fake_world(0, 1):
+        init_parallel(Plan(), "cpu")
+        model, _ = built(config(name, tiny, **tables))
+        num_elements = sum(each.numel() for each in [*model.parameters(), *model.buffers()])
+        free = SimpleNamespace(available=3 * num_elements)
+        monkeypatch.setattr("psutil.virtual_memory", lambda: free)
+        built(config(name, tiny, **tables, **adapters))
+        for refused in (tables, tables | adapters | {"plan": {"precision": "fp32"}}):
+            with pytest.raises(ValueError, match="GiB for the ranks of this machine"):
+                built(config(name, tiny, **refused))
 
 
 def test_guidance_of_weights_that_have_it_within_is_warned_of(tmp_path, caplog):
