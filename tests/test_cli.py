@@ -67,7 +67,7 @@ def test_an_unknown_command_or_option(run):
             "model class 'Wan' cannot be trained here; choose one of WanTransformer3D",
         ),
         (
-            ["--model.class-name", "LatteTransformer3DModel"],
+            ["--model.class-name", "HeliosTransformer3DModel"],
             "has no recipe yet, which would say how this trainer is to call it; choose one of Wan",
         ),
         (

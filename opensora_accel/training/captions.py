@@ -50,8 +50,9 @@ class TextStates:
     masked: bool = True
     # Tokens to which its pipeline pads every caption, where the model sees padding; None is any number.
     padded_to: int | None = None
-    # What it gives for padding becomes zero; or it stays, and the model sees it.
-    padding: Literal["zeroed", "kept"] = "zeroed"
+    # What it gives for padding becomes zero; or it stays, and the model sees it; or sees as much of it, in place of a
+    # caption that is left out, as the caption has states.
+    padding: Literal["zeroed", "kept", "as the caption"] = "zeroed"
     # Where padding stands.
     padding_side: Literal["right", "left"] = "right"
     # The tokenizer adds those that it has for a beginning and an end.
@@ -197,17 +198,20 @@ class TextEncoder:
             torch.cat([each[:, : skipped.start], each[:, skipped.stop :]], dim=1) if skipped else each
             for each in (states.to(dtype), mask)
         )
-        states = states if taken.padding == "kept" else states * mask.unsqueeze(-1).to(dtype)
+        states = states * mask.unsqueeze(-1).to(dtype) if taken.padding == "zeroed" else states
         return torch.cat([states, states], dim=-1) if taken.connectors else states
 
     def num_tokens(self, captions: Sequence[str]) -> list[int]:
-        """How many states of each caption the model sees: of its own tokens, or, where padding is seen, all."""
+        """How many states of each caption the model may see: of its own tokens, or, where padding is seen, all."""
         if self.taken.pooled or self.taken.sees_padding:
             return [self.shape.length] * len(captions)
-        return [
+        found = [
             max(0, len(ids) - len(self.skipped(caption)))
             for ids, caption in zip(self._ids(captions), captions, strict=True)
         ]
+        if self.taken.padding != "as the caption":
+            return found
+        return [own if caption else self.shape.length for own, caption in zip(found, captions, strict=True)]
 
     def _ids(self, captions: Sequence[str]) -> list[list[int]]:
         """Of each caption in its template, cut and not padded; none where nothing of it is read."""

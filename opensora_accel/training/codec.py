@@ -25,6 +25,8 @@ LatentShape = tuple[int, int, int, int]
 
 # Mean and standard deviation, of red, green and blue in 0…1, by which pixels are made unit, where not −1…1 is meant.
 _PIXELS = {"AutoencoderKLMiniMaxH3": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
+# Of pictures: every frame is one of them. The second looks at its neighbours too where it decodes.
+_OF_PICTURES, _OF_FRAMES = "AutoencoderKL", "AutoencoderKLTemporalDecoder"
 # It works on tiles alone, which a clip must fill, and gives its frames before their channels.
 _TILED = "AutoencoderKLAllegro"
 
@@ -156,9 +158,11 @@ class VideoVAE:
         for pattern in ("scale_factor_{}", "{}_compression_ratio"):
             names = (pattern.format("spatial"), pattern.format("temporal"))
             spatial, temporal = (config.get(name) or getattr(model, name, None) for name in names)
-            if type(model).__name__ == "AutoencoderKLCogVideoX":
+            if type(model).__name__ in ("AutoencoderKLCogVideoX", _OF_PICTURES, _OF_FRAMES):
                 # It halves a side from each of its stages to the next, and says so nowhere.
                 spatial = 2 ** (len(config["block_out_channels"]) - 1)
+            if type(model).__name__ in (_OF_PICTURES, _OF_FRAMES):
+                temporal = 1
             if isinstance(spatial, int) and isinstance(temporal, int):
                 self.spatial, self.latent_frames = spatial, LatentFrames(temporal)
                 break
@@ -166,7 +170,8 @@ class VideoVAE:
             raise ValueError(
                 f"{type(model).__name__} does not say how far it compresses; the VAEs used here are AutoencoderKLWan, "
                 "AutoencoderKLHunyuanVideo, AutoencoderKLLTXVideo, AutoencoderKLMochi, AutoencoderKLCogVideoX, "
-                "AutoencoderKLMagvit, AutoencoderKLAllegro and AutoencoderKLMiniMaxH3"
+                "AutoencoderKLMagvit, AutoencoderKLAllegro, AutoencoderKLMiniMaxH3, and those of pictures, "
+                f"{_OF_PICTURES} and {_OF_FRAMES}"
             )
         self.sides = (spatial, spatial), (spatial, spatial)
         if type(model).__name__ == _TILED:
@@ -193,8 +198,9 @@ class VideoVAE:
         # Some have them among their weights, some in their config; on top, or alone, there is one factor for all.
         weights = dict(self.model.named_buffers(recurse=False))
         found = (weights.get(name, config.get(name)) for name in ("latents_mean", "latents_std"))
+        usual = config.get("shift_factor") or 0.0, 1.0
         mean, std = (torch.as_tensor([default] if each is None else each, dtype=torch.float32, device=device)
-                     for each, default in zip(found, (0.0, 1.0), strict=True))  # fmt: skip
+                     for each, default in zip(found, usual, strict=True))  # fmt: skip
         std = std / (config.get("scaling_factor") or 1.0)
         return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
 
@@ -223,22 +229,37 @@ class VideoVAE:
                 unit = (unit - moments[0]) / moments[1]
             pixels.append(unit.to(dtype).transpose(1, 2))
         # The mode and not a draw: every epoch, and every rank, sees the same latents of a clip.
-        latents = torch.cat([self.model.encode(clip).latent_dist.mode().float() for clip in pixels])
+        latents = torch.cat([self._encoded(clip).float() for clip in pixels])
         return (latents - mean) / std
+
+    def _encoded(self, clip: Tensor) -> Tensor:
+        """[1, 3, T, H, W] → [1, C, t, h, w]."""
+        if type(self.model).__name__ not in (_OF_PICTURES, _OF_FRAMES):
+            latents: Tensor = self.model.encode(clip).latent_dist.mode()
+            return latents
+        pictures: Tensor = self.model.encode(clip[0].transpose(0, 1)).latent_dist.mode()
+        return pictures.transpose(0, 1)[None]
+
+    def _decoded(self, latents: Tensor) -> Tensor:
+        """[1, C, t, h, w] → [1, T, 3, H, W]."""
+        name, more = type(self.model).__name__, list[Any]()
+        if name in (_OF_PICTURES, _OF_FRAMES):
+            pictures, more = latents[0].transpose(0, 1), [latents.size(2)] * (name == _OF_FRAMES)
+            frames: Tensor = self.model.decode(pictures, *more).sample
+            return frames[None]
+        if self.model.config.get("timestep_conditioning"):
+            # Such a decoder also takes noise away (LTX-Video 0.9.1); at 0 there is none.
+            more = [torch.zeros(1, dtype=latents.dtype, device=latents.device)]
+        clip: Tensor = self.model.decode(latents, *more).sample
+        return clip if name == _TILED else clip.transpose(1, 2)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """latents: [B, C, t, h, w] → frames: uint8 [B, T, H, W, 3]."""
         mean, std = self.statistics(latents.device)
         latents = (latents * std.to(latents) + mean.to(latents)).to(self.model.dtype)
-        more: tuple[Tensor, ...] = ()
-        if self.model.config.get("timestep_conditioning"):
-            # Such a decoder also takes noise away (LTX-Video 0.9.1); at 0 there is none.
-            more = (torch.zeros(1, dtype=latents.dtype, device=latents.device),)
         # One by one too: no more memory than training has taken to encode them.
-        frames = (self.model.decode(clip, *more).sample for clip in latents.split(1))
-        if type(self.model).__name__ != _TILED:
-            frames = (each.transpose(1, 2) for each in frames)
+        frames = (self._decoded(clip) for clip in latents.split(1))
         moments = self._pixels(mean)
         if moments is not None:
             frames = (each.float() * moments[1] + moments[0] for each in frames)

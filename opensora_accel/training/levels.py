@@ -36,8 +36,9 @@ class NoiseLevels:
     last_beta: float
     # What grows evenly from level to level.
     grows: Literal["root of beta", "beta"] = "root of beta"
-    # What the model answers: v, whose last level is noise alone; or the noise ε, whose last level is as β has it.
-    answer: Literal["v", "noise"] = "v"
+    # What the model answers: v, whose last level is noise alone; or the noise ε, whose last level is as β has it, by
+    # itself, or before as many channels of a variance, which the steps of DDIM have no use for.
+    answer: Literal["v", "noise", "noise and variance"] = "v"
 
     def times(self, alpha: float, device: torch.device | None = None) -> Tensor:
         """[1000] ascending to 1, or nearly, fp64: the time of each, where noise counts α times as much as in `alpha` 1.
@@ -75,10 +76,12 @@ class NoiseLevels:
         """The velocity [B, C, t, h, w], in fp32 or more, at points of the path of this shape and `times` [B].
 
         Args:
-            answer: the model's, v or ε, of the same shape.
+            answer: the model's, v or ε, of the same shape, or [B, 2C, t, h, w] with a variance.
         """
         exact = latents.to(_exact(latents))
-        if self.answer == "noise":
+        if self.answer == "noise and variance":
+            answer = answer.chunk(2, dim=1)[0]
+        if self.answer != "v":
             return (answer - exact) / _over(1 - times, exact)
         root = _over(_variance(times).sqrt(), exact)
         # b − a = (2t − 1) / root and a + b = 1 / root.
@@ -95,7 +98,7 @@ class NoiseLevels:
         if min_snr:
             # A point of the path less t times the velocity is the clip.
             return times.square() * ((1 - times) / times).square().clamp(max=min_snr)
-        return (1 - times).square() if self.answer == "noise" else _variance(times)
+        return _variance(times) if self.answer == "v" else (1 - times).square()
 
 
 def as_noisy(latents: Tensor, times: Tensor) -> Tensor:

@@ -200,7 +200,13 @@ class Objective:
         captions = drop_captions(batch.captions, config.caption_drop, seed, batch.positions)
         alpha = self.time_shift(batch.bucket)
         times = self.recipe.draw_times(config, alpha, seed, batch.positions, batch.clean.size(2))
-        predict = partial(self.predict, bucket=batch.bucket, captions=captions, condition=batch.condition)
+        predict = partial(
+            self.predict,
+            bucket=batch.bucket,
+            captions=captions,
+            condition=batch.condition,
+            in_place_of=batch.captions,
+        )
         streams = batch.streams(seed, config.noise_offset, self.sound_alpha(batch.bucket))
         if batch.is_regularisation is not None:
             streams = self._kept_as_it_is(streams, times, batch.is_regularisation, predict)
@@ -252,6 +258,7 @@ class Objective:
         captions: Sequence[str],
         condition: Condition | None = None,
         guidance: float = 1.0,
+        in_place_of: Sequence[str] | None = None,
     ) -> list[Tensor]:
         """The velocities that the model predicts, [B, C, …] of each stream.
 
@@ -261,12 +268,13 @@ class Objective:
             bucket: of all B clips.
             condition: what is given of the clips; None is nothing.
             guidance: what a model is told that was distilled from guided ones.
+            in_place_of: the captions of the clips, some of which are left out in `captions`.
         """
         with region("encode", "captions"):
             texts = [each.encode(captions, self.device, self.dtype) for each in self.texts]
             masks, lengths = [], []
             if self.recipe.takes_text_masks or self.recipe.packs:
-                lengths = [each.num_tokens(captions) for each in self.texts]
+                lengths = [_num_tokens(each, captions, in_place_of) for each in self.texts]
             if self.recipe.takes_text_masks:
                 for length, text in zip(lengths, texts, strict=True):
                     ends = torch.tensor(length)
@@ -401,6 +409,14 @@ class Objective:
         return draw_conditions(
             config.conditions, bucket.num_frames, self.codec.latent_frames, config.seed, positions
         )
+
+
+def _num_tokens(text: CaptionSource, captions: Sequence[str], in_place_of: Sequence[str] | None) -> list[int]:
+    """How many states of each caption the model sees: no more than those of the one in whose place it stands."""
+    own = text.num_tokens(captions)
+    if in_place_of is None or captions == in_place_of:
+        return own
+    return [*map(min, own, text.num_tokens(in_place_of))]
 
 
 def _check_room(what: str, count: int, num_elements: int) -> None:

@@ -174,7 +174,9 @@ def sample_latents(
         # At 1 the unconditional part cancels, and half of the model's calls are saved.
         if config.guidance == 1.0:
             return conditional
-        unconditional = expert.predict(latents, timestep, bucket, [""] * len(captions), given)
+        unconditional = expert.predict(
+            latents, timestep, bucket, [""] * len(captions), given, in_place_of=captions
+        )
         return [
             without + config.guidance * (velocity - without)
             for without, velocity in zip(unconditional, conditional, strict=True)

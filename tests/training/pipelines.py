@@ -38,6 +38,7 @@ from tests.training.vaes import (
     ltx2_vocoder,
     ltx_vae,
     mochi_vae,
+    picture_vae,
     wan_vae,
 )
 
@@ -167,6 +168,7 @@ FAMILIES = {
     ),
     # Of two tiles.
     "AllegroTransformer3DModel": Family(allegro_vae, NOISE_LEVELS, "auto", (24, 128, 176)),
+    "LatteTransformer3DModel": Family(picture_vae, NOISE_LEVELS, "auto", (5, 32, 48)),
     # Its pipeline pads captions to so many tokens, and the model sees them.
     "EasyAnimateTransformer3DModel": Family(easyanimate_vae, {"shift": 5.0}, 5.0, (9, 32, 48), length=256),
     "HunyuanVideoTransformer3DModel": Family(
@@ -473,6 +475,7 @@ def by_pipeline(made, noise, output_type, captions=CAPTIONS, *, whole=False, **g
     by_call = {
         "num_frames": size.num_frames,
         "frames": size.num_frames,
+        "video_length": size.num_frames,
         "height": size.height,
         "width": size.width,
         "guidance_scale": GUIDANCE,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import AllegroPipeline
+from diffusers import AllegroPipeline, LattePipeline
 
 from opensora_accel import Plan, init_parallel
 from opensora_accel.observe.fakes import fake_world
@@ -133,11 +133,12 @@ def test_kandinskys_captions_are_cleaned_as_its_pipeline_does():
         assert reads(caption) == expected
 
 
-def test_allegros_captions_are_read_as_its_pipeline_does():
+@pytest.mark.parametrize("pipeline", [AllegroPipeline, LattePipeline])
+def test_captions_in_small_letters_are_the_pipelines(pipeline):
     """Without the cleaning of texts from the web, which it does where two more packages are installed."""
-    reads = RECIPES["AllegroTransformer3DModel"].text[0].reads
+    (recipe,) = (each for each in RECIPES.values() if each.pipeline == pipeline.__name__)
     for caption in (" Two\n BIRDS ", "Plain", ""):
-        assert [reads(caption)] == AllegroPipeline._text_preprocessing(None, caption)
+        assert [recipe.text[0].reads(caption)] == pipeline._text_preprocessing(None, caption)
 
 
 def test_padding_that_a_pipeline_does_not_give_is_warned_of(tmp_path, caplog):

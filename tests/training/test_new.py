@@ -62,6 +62,7 @@ SHIFTS = {
     "CosmosTransformer3DModel": 5.0,
     "EasyAnimateTransformer3DModel": 5.0,
     "AllegroTransformer3DModel": "auto",
+    "LatteTransformer3DModel": "auto",
 }
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import inspect
 import sys
 from types import SimpleNamespace
@@ -43,6 +44,7 @@ from tests.training.pipelines import (
 from tests.training.vaes import (
     allegro_vae,
     ltx_vae,
+    picture_vae_for_frames,
 )
 
 # One of those that have the same; those of HunyuanVideo 1.5 and Allegro take long to decode.
@@ -247,13 +249,13 @@ def test_a_sample_with_two_experts_is_the_pipelines():
 def decoders():
     return [
         *(pytest.param(name, None, marks=() if name in OF_OWN_VAE else PROVE) for name in FAMILIES),
-        ("LTXVideoTransformer3DModel", "denoises"),
+        ("LTXVideoTransformer3DModel", functools.partial(ltx_vae, timestep_conditioning=True)),
+        ("LatteTransformer3DModel", picture_vae_for_frames),
     ]
 
 
-@pytest.mark.parametrize(("name", "kind"), decoders())
-def test_frames_are_the_pipelines(name, kind):
-    vae = None if kind is None else lambda: ltx_vae(timestep_conditioning=True)
+@pytest.mark.parametrize(("name", "vae"), decoders())
+def test_frames_are_the_pipelines(name, vae):
     made = setting(name, vae)
     noise = torch.randn(2, *made.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with without_rounding():
@@ -279,9 +281,20 @@ def test_what_is_encoded_is_decoded(name):
     frames = torch.randint(256, (1, *family.size, 3), dtype=torch.uint8)
     latents = codec.encode(frames)
     pixels = (frames.double() / 127.5 - 1).permute(0, 4, 1, 2, 3)
+
+    def decoded(raw):
+        return codec.model.decode(raw).sample
+
     with torch.no_grad():
-        raw = codec.model.encode(pixels).latent_dist.mode()
-        expected = codec.model.decode(raw).sample
+        if name == "LatteTransformer3DModel":
+            # Frame by frame.
+            stored = [codec.model.encode(pixels[:, :, n]).latent_dist.mode() for n in range(pixels.size(2))]
+            raw, expected = (
+                torch.stack(each, dim=2) for each in (stored, [decoded(each) for each in stored])
+            )
+        else:
+            raw = codec.model.encode(pixels).latent_dist.mode()
+            expected = decoded(raw)
         if name == "AllegroTransformer3DModel":
             expected = expected.transpose(1, 2)
     levels = ((expected.clamp(-1, 1) + 1) * 127.5).round().permute(0, 2, 3, 4, 1).int()
@@ -310,6 +323,30 @@ def test_text_is_the_pipelines(name):
         return
     assert mask.sum(1).tolist() == text.num_tokens(CAPTIONS) and 0 < mask.sum() < mask.numel()
     assert torch.equal(found[mask.bool()], states[mask.bool()])
+
+
+def test_text_that_is_cut_with_the_caption_is_the_pipelines():
+    made = setting("LatteTransformer3DModel")
+    (text,) = made.objective.texts
+    given = []
+    made.objective.forward = lambda **arguments: (
+        given.append(arguments["encoder_hidden_states"]) or torch.zeros(1, 8, *made.shape[1:])
+    )
+    noise = [torch.zeros(1, *made.shape, dtype=torch.float64)]
+    for caption in ("Two birds", "one"):
+        expected = made.pipeline.encode_prompt(caption, negative_prompt="")
+        (length,), timestep = text.num_tokens([caption]), torch.tensor([500.0])
+        for left_out in (False, True):
+            captions = [""] if left_out else [caption]
+            made.objective.predict(noise, timestep, made.bucket, captions, in_place_of=[caption])
+            assert expected[left_out].size(1) == length
+            torch.testing.assert_close(given.pop(), expected[left_out], rtol=0, atol=1e-12)
+        dropping = dataclasses.replace(made.objective.config.flow, caption_drop=0.999)
+        made.objective.config = dataclasses.replace(made.objective.config, flow=dropping)
+        made.objective.loss(Encoded(made.bucket, range(1), [caption], noise[0], None, None))
+        torch.testing.assert_close(given.pop(), expected[1], rtol=0, atol=1e-12)
+    made.objective.predict(noise, timestep, made.bucket, [""], in_place_of=[""])
+    assert given.pop().size(1) == text.shape.length > length, "nothing says how long it would be"
 
 
 def test_states_in_a_template_and_of_the_whole_are_the_pipelines():
@@ -361,7 +398,7 @@ def test_states_of_what_stands_in_quotes_are_the_pipelines():
 def test_levels_of_noise_are_learned_as_their_scheduler_has_them(name):
     """The loss of a velocity, at a time, is that of v or ε, at a level: of the same noise, as its scheduler adds it."""
     made = setting(name)
-    answers_noise = made.objective.recipe.levels.answer == "noise"
+    answers_noise = made.objective.recipe.levels.answer != "v"
     objective, scheduler, bucket = made.objective, made.pipeline.scheduler, made.bucket
     rng = torch.Generator().manual_seed(1)
     clean = torch.randn(4, *made.shape, dtype=torch.float64, generator=rng)
@@ -373,13 +410,17 @@ def test_levels_of_noise_are_learned_as_their_scheduler_has_them(name):
     objective.model.register_forward_pre_hook(lambda _, args, kwargs: called.append(kwargs), with_kwargs=True)
     with without_rounding():
         found = objective.loss(batch)
-        (given,) = called
+        # Of one clip each, where a call takes one.
+        given = {name: torch.cat([each[name] for each in called]) if isinstance(value, torch.Tensor) else value
+                 for name, value in called[0].items()}  # fmt: skip
         levels, noise = given["timestep"], draw_noise(clean, objective.config.seed, range(4))
         frames = [as_laid_out(made, each) for each in (clean, noise)]
         torch.testing.assert_close(
             given["hidden_states"], scheduler.add_noise(*frames, levels), rtol=0, atol=1e-12
         )
         (answer,) = objective.model(**given)
+        if objective.recipe.levels.answer == "noise and variance":
+            answer = answer[:, : made.shape[0]]
         errors = answer - (frames[1] if answers_noise else scheduler.get_velocity(*frames, levels))
         objective.config = dataclasses.replace(
             objective.config, flow=dataclasses.replace(objective.config.flow, min_snr=5.0)
@@ -400,7 +441,7 @@ def test_the_last_level_is_noise_alone_and_every_level_is_found_again(name):
         times = levels.times(alpha)
         # Of one that answers noise the last level has some signal left.
         last = 1.0 if levels.answer == "v" else 1 / (1 + 0.00635 / alpha)
-        assert times[-1] == pytest.approx(last, abs=1e-5 * (levels.answer == "noise"))
+        assert times[-1] == pytest.approx(last, abs=1e-5 * (levels.answer != "v"))
         assert (times.diff() > 0).all() and 0 < times[0] < 0.05
         # As rounded as a step in fp32 has them.
         assert torch.equal(levels.numbers(times.float(), alpha), torch.arange(1000))

@@ -89,6 +89,20 @@ def allegro_vae():
     return diffusers.AutoencoderKLAllegro(sample_size=128, **sizes)
 
 
+def picture_vae(**given):
+    """Of single pictures, as Stable Diffusion's."""
+    stages = {"block_out_channels": (4, 4, 4, 4), "layers_per_block": 1, "norm_num_groups": 2}
+    kinds = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    return diffusers.AutoencoderKL(**stages, **kinds, latent_channels=4, **given)
+
+
+def picture_vae_for_frames():
+    """The same, which looks at a picture's neighbours where it decodes."""
+    stages = {"block_out_channels": (32, 32, 32, 32), "layers_per_block": 1}
+    kinds = {"down_block_types": ("DownEncoderBlock2D",) * 4}
+    return diffusers.AutoencoderKLTemporalDecoder(**stages, **kinds, latent_channels=4)
+
+
 def easyanimate_vae():
     sizes = {"block_out_channels": (4, 4, 4, 4), "layers_per_block": 1, "norm_num_groups": 2}
     return diffusers.AutoencoderKLMagvit(latent_channels=4, **sizes)

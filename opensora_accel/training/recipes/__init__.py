@@ -10,6 +10,7 @@ from opensora_accel.training.recipes import (
     hunyuan_video,
     hunyuan_video15,
     kandinsky5,
+    latte,
     ltx,
     ltx2,
     minimax_h3,
@@ -33,6 +34,7 @@ RECIPES: dict[str, Recipe] = {
             module.RECIPE
             for module in (
                 allegro,
+                latte,
                 ltx,
                 ltx2,
                 minimax_h3,
