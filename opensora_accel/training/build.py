@@ -154,7 +154,7 @@ def _hint(argument: str, recipe: Recipe, codec: Codec) -> str:
         "visual_cond": " (the trainer's recipe is for those that have channels for frames that are given)",
         "task_type": " (conditions.i2v_head and image.path train one that begins with a frame)",
         "max_text_seq_length": " (text.length, to which captions are padded)",
-        "use_crossattn_projection": " (of Cosmos, the recipe is for Predict 2.5, which reads captions by Qwen2.5-VL)",
+        "extra_pos_embed_type": " (of Cosmos, the recipes are for Predict 2 and 2.5)",
         "img_context_dim_in": " (Cosmos-Transfer, which takes controls and pictures, is not trained here)",
         **dict.fromkeys(
             ("audio_in_channels", "audio_sampling_rate", "audio_hop_length"),
@@ -270,7 +270,13 @@ def recipe_of(config: ModelConfig) -> Recipe:
     Raises:
         ValueError: this trainer does not know.
     """
-    return RECIPES[_class_name(config)]
+    recipe = RECIPES[_class_name(config)]
+    if not recipe.variants:
+        return recipe
+    arguments = given_arguments(config)
+    if config.path:
+        arguments = with_defaults(model_class(config), arguments)
+    return next((each for each in recipe.variants if each.is_for(arguments)), recipe)
 
 
 def _class_name(config: ModelConfig) -> str:

@@ -18,7 +18,7 @@ LTX-Video and Wan 2.2 5B take it in the place of what is noisy, and every token 
     times      0 | t | t
     loss       latent frames 1 and 2: its sampler puts the given one back
 
-Kandinsky 5 takes it there too, at one time t, and is told where by a channel behind 16 of zeros. Cosmos-Predict 2.5 has
+Kandinsky 5 takes it there too, at one time t, and is told where by a channel behind 16 of zeros. Cosmos-Predict has
 that channel alone, and times of latent frames, next to 0 where it is given.
 
 Names and numbers of frames: Open-Sora 2.0 (github.com/hpcaitech/Open-Sora, opensora/utils/train.py). Channels: Wan 2.1

@@ -41,6 +41,7 @@ _PUBLISHED = {
     "mochi": "genmo/mochi-1-preview",
     "cogvideox-2b": "THUDM/CogVideoX-2b",
     "cogvideox-5b": "THUDM/CogVideoX-5b",
+    "cosmos-predict2-2b": "nvidia/Cosmos-Predict2-2B-Video2World",
     # Each of its kinds lies on a branch.
     "cosmos-predict2.5-2b": "nvidia/Cosmos-Predict2.5-2B --revision diffusers/base/post-trained",
     "hunyuan-video": "hunyuanvideo-community/HunyuanVideo",
@@ -194,7 +195,8 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
         for each in recipe.frames
     )
     # Whose weights do not say it.
-    takes_frames = takes_frames or bool(recipe.frames and "I2V" in str(index.get("_class_name")))
+    name = str(index.get("_class_name"))
+    takes_frames = takes_frames or bool(recipe.frames and ("I2V" in name or "VideoToWorld" in name))
     lines += [
         ("data.folder", data, "videos, with metadata.jsonl or a .txt beside each"),
         (

@@ -22,11 +22,13 @@ from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.data import Batch, Clip
 from opensora_accel.training.objective import Objective
 from opensora_accel.training.pictures import build_picture_encoder
-from opensora_accel.training.recipes import RECIPES, Inputs
+from opensora_accel.training.recipes import Inputs
 from opensora_accel.training.samples import sample_latents
+from opensora_accel.training.sections import ModelConfig
 from opensora_accel.training.sound import SpectrumVAE
 from opensora_accel.training.text_encoders import build_text_encoder, train_tokenizer
 from tests.training.language import byt5, clip, gemma, gemma3, llama, qwen, qwen2
+from tests.training.runs import class_of
 from tests.training.vaes import (
     allegro_vae,
     cogvideox_vae,
@@ -233,7 +235,21 @@ WITH_SOUND = {
 }
 
 
-EVERY = FAMILIES | WITH_SOUND
+# Whose pipeline begins with frames, always.
+WITH_FRAMES = {
+    # Its guidance begins with 0.
+    "CosmosTransformer3DModel, Predict 2": Family(
+        wan_vae,
+        {"use_karras_sigmas": True},
+        5.0,
+        (9, 32, 48),
+        {"guidance_scale": GUIDANCE - 1, "fps": FRAME_RATE},
+        {"use_crossattn_projection": False},
+    ),
+}
+
+
+EVERY = FAMILIES | WITH_SOUND | WITH_FRAMES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,6 +299,7 @@ FROM_FRAMES = {
         # As what is published has it.
         config={"concat_padding_mask": True},
     ),
+    "Cosmos-Predict 2": FromFrame("CosmosTransformer3DModel, Predict 2", "Cosmos2VideoToWorldPipeline"),
     "HunyuanVideo 1.5": FromFrame(
         "HunyuanVideo15Transformer3DModel", "HunyuanVideo15ImageToVideoPipeline", picture_width=8
     ),
@@ -299,8 +316,8 @@ class Unguarded:
         return True
 
 
-def class_of(name):
-    return name.split(",")[0]
+def recipe_of(name):
+    return build.recipe_of(ModelConfig(class_name=class_of(name), config=EVERY[name].config))
 
 
 @functools.cache
@@ -308,7 +325,7 @@ def encoders(name):
     """What a family's captions are encoded by, in fp64."""
     torch.manual_seed(0)
     config = config_from_dict({"text": {"length": 8, "width": 32}}, "the test").text
-    length, taken = EVERY[name].length, RECIPES[class_of(name)].text
+    length, taken = EVERY[name].length, recipe_of(name).text
     small = build_text_encoder(config, train_tokenizer(CAPTIONS), 0, CPU, torch.float64, taken)
     kinds = {
         "llama": lambda each: llama(each, length, CAPTIONS),
@@ -346,9 +363,11 @@ def exact_scheduler(options, times):
                 # Wan's own code passes these (wan/utils/fm_solvers.py, get_sampling_sigmas), its pipeline none.
                 args, sigmas = (), numpy.linspace(1, 1 / STEPS, STEPS)
             super().set_timesteps(*args, sigmas=sigmas, **kwargs)
-            # Mochi's own time runs from noise to clip.
+            # Mochi's own time runs from noise to clip, and Cosmos-Predict 2's is noise over clip.
             own = 1 - times if self.config.get("invert_sigmas") else times
-            torch.testing.assert_close(self.sigmas.double(), own, atol=1e-6, rtol=0)
+            if self.config.get("sigma_data"):
+                own = times / (1 - times)
+            torch.testing.assert_close(self.sigmas.double(), own, atol=1e-6, rtol=1e-6)
             self.sigmas, self.timesteps = own, own[:-1] * 1000
 
     return Exact(**options)
@@ -381,7 +400,7 @@ def without_rounding():
 
 def setting(name, vae=None, frame=None):
     """The objective of the trainer, and the pipeline of diffusers, of the same weights in fp64."""
-    family, recipe = EVERY[name], RECIPES[class_of(name)]
+    family, recipe = EVERY[name], recipe_of(name)
     num_frames, height, width = family.size
     torch.manual_seed(0)
     codec = VideoVAE((vae or family.vae)().double())
@@ -413,7 +432,7 @@ def setting(name, vae=None, frame=None):
         vocoder = family.vocoder().double()
         sounds = SpectrumVAE(family.audio_vae().double(), lambda: vocoder)
     tokens = build.tokens_per_sample(shape, model)
-    rate = family.given.get("frame_rate", 25.0)
+    rate = family.given.get("frame_rate", family.given.get("fps", 25.0))
     around = ({bucket: shape}, {bucket: tokens}, rate, CPU, torch.float64)
     conditioning = build.conditioning_of(config, codec)
     pictures = None
@@ -438,6 +457,9 @@ def setting(name, vae=None, frame=None):
         pipeline = getattr(diffusers, frame.pipeline if frame else family.pipeline or recipe.pipeline)(
             **parts, scheduler=exact_scheduler(family.scheduler, times)
         )
+    if recipe.pipeline == "Cosmos2VideoToWorldPipeline":
+        # Or it would leave out the last step, and some noise.
+        pipeline.scheduler.register_to_config(final_sigmas_type="zero")
     if config.flow.is_forced:
         force_exactly(pipeline, times)
     pipeline.tokenizer_max_length = family.length

@@ -30,6 +30,11 @@ TINY_WAN = {
 }
 
 
+def class_of(name: str) -> str:
+    """The class of what a table of tests names: of "MochiTransformer3DModel, preview" the first word."""
+    return name.split(",")[0]
+
+
 def tiny_config(folder: Path | str, output: Path | str, plan: Plan | None = None, **changes: Any) -> Any:
     """Changes are by full name: `steps=3`, `**{"data.batch_size": 2}`."""
     from opensora_accel.training.config import config_from_dict

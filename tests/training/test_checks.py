@@ -114,7 +114,8 @@ def test_only_a_cosmos_that_can_be_called_is_trained(monkeypatch):
         built(config(COSMOS, tiny))
         for arguments, message in (
             ({"concat_padding_mask": True}, "torchvision, which is not installed; install"),
-            ({"use_crossattn_projection": False}, r"gives? True \(of Cosmos, the recipe is for Predict 2.5"),
+            ({"extra_pos_embed_type": "learnable"}, r"\(of Cosmos, the recipes are for Predict 2 and 2\.5"),
+            ({"use_crossattn_projection": False}, "text_embed_dim is 24, but the encoders give 64"),
             ({"img_context_dim_in": 16}, "Cosmos-Transfer"),
             ({"patch_size": [1, 5, 2]}, r"data\.height \(\d+\) must be a multiple of 20"),
             ({"in_channels": 48}, "in_channels is 48, but the encoders give 49"),

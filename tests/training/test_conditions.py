@@ -29,7 +29,7 @@ from opensora_accel.training.tiny_run import tiny_config as tiny_proof
 from opensora_accel.training.tiny_run import write_clips
 from opensora_accel.verify.pool import RankError
 from tests.tiers import PROVE, some
-from tests.training.runs import assert_one_run, tiny_config
+from tests.training.runs import assert_one_run, class_of, tiny_config
 from tests.training.test_loop import curve
 
 WAN = Conditioning("channels", "frames", in_grey=True)
@@ -254,6 +254,9 @@ OTHER_WAYS = {
     "SanaVideoTransformer3DModel": {},
     "Kandinsky5Transformer3DModel": {},
     "CosmosTransformer3DModel": {},
+    "CosmosTransformer3DModel, Predict 2": {
+        "model.config": dict(RECIPES["CosmosTransformer3DModel"].variants[0].tiny)
+    },
     "CogVideoXTransformer3DModel": {},
     "HunyuanVideo15Transformer3DModel": {"conditions.t2v": 0, "image.width": 8},
 }
@@ -263,15 +266,15 @@ OTHER_WAYS = {
 @pytest.mark.parametrize("name", some(OTHER_WAYS, "LTXVideoTransformer3DModel"))
 def test_frames_are_given_in_other_ways(ranks, folder, tmp_path, name, degrees):
     """Losses, norms and gradients are those of one rank; three share a clip unevenly."""
-    changes = {"model.class_name": name, "model.config": dict(RECIPES[name].tiny), "conditions.i2v_head": 2}
-    changes |= OTHER_WAYS[name]
+    changes = {"model.config": dict(RECIPES[class_of(name)].tiny), "conditions.i2v_head": 2}
+    changes |= {"model.class_name": class_of(name), **OTHER_WAYS[name]}
     found = []
     for number, plan in enumerate((Plan(precision="fp64"), Plan(precision="fp64", **degrees))):
         config = tiny_config(folder, tmp_path / str(number), plan, **changes)
         found.append(ranks(plan.world_size, curve, config, 2)[0])
         # The proof of a run takes frames as the run does.
         way = build.conditioning_of(config, SpaceToDepth(4, torch.float32))
-        assert way == RECIPES[name].frames[-1]
+        assert way == RECIPES[class_of(name)].frames[-1]
         assert build.conditioning_of(tiny_proof(config, tmp_path), SpaceToDepth(4, torch.float32)) == way
     assert_one_run(*found)
 

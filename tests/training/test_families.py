@@ -21,15 +21,20 @@ from tests.training.runs import tiny_config
 from tests.training.vaes import wan_vae
 
 CAPTION = "a gradient of colour number 0"
-# A class of each; Wan's own is in all other tests.
-FAMILIES = [
-    name for name, recipe in RECIPES.items() if name == recipe.models[0] and not name.startswith("Wan")
-]
+# A class of each, and what else is published of it; Wan's own is in all other tests.
+FAMILIES = {
+    name if number == 0 else f"{name}, {each.pipeline}": each
+    for name, recipe in RECIPES.items()
+    if name == recipe.models[0] and not name.startswith("Wan")
+    for number, each in enumerate((recipe, *recipe.variants))
+}
 
 
 def config_of(name, clips, output, plan=None, **changes):
-    changes = {"model": {"class_name": name, "config": dict(RECIPES[name].tiny)}, "steps": 4, **changes}
-    if RECIPES[name].takes_forcing:
+    recipe = FAMILIES[name]
+    model = {"class_name": recipe.models[0], "config": dict(recipe.tiny)}
+    changes = {"model": model, "steps": 4, **changes}
+    if recipe.takes_forcing:
         changes = {"flow.diffusion_forcing": "non-decreasing", **changes}
     return tiny_config(clips, output, plan, **changes)
 
@@ -119,7 +124,7 @@ def adapted(config):
 def test_a_pipeline_loads_the_adapter_and_answers_as_the_run(ranks, clips, tmp_path, name):
     fresh = config_of(name, clips, tmp_path / "run")
     torch.manual_seed(0)
-    cls, texts = build.model_class(fresh.model), text_shapes(fresh.text, RECIPES[name].text)
+    cls, texts = build.model_class(fresh.model), text_shapes(fresh.text, FAMILIES[name].text)
     base = cls(**build.model_arguments(fresh, SpaceToDepth(4, torch.float32), texts))
     for parameter in base.parameters():
         # Some begin at zero, and would hide an adapter behind them.
@@ -127,7 +132,7 @@ def test_a_pipeline_loads_the_adapter_and_answers_as_the_run(ranks, clips, tmp_p
     base.save_pretrained(tmp_path / "base")
     options = {
         "lora.rank": 2,
-        "lora.targets": RECIPES[name].published.get("lora.targets", LoraConfig().targets),
+        "lora.targets": FAMILIES[name].published.get("lora.targets", LoraConfig().targets),
     }
     options |= {"optim.lr": 0.1, "optim.warmup_steps": 0, "optim.ema_decay": 0.5}
     config = config_of(name, clips, tmp_path / "run", model={"path": str(tmp_path / "base")}, **options)

@@ -96,7 +96,9 @@ def test_a_run_takes_what_was_written(ranks, pipelines, tmp_path, name):
     assert len(losses) == 2
 
 
-@pytest.mark.parametrize("name", some(["CogVideoX", "HunyuanVideo 1.5"], "CogVideoX"))
+@pytest.mark.parametrize(
+    "name", some(["CogVideoX", "HunyuanVideo 1.5", "Cosmos-Predict 2"], "CogVideoX", "Cosmos-Predict 2")
+)
 def test_weights_that_begin_with_a_frame(ranks, tmp_path, name):
     frame = FROM_FRAMES[name]
     made = setting(frame.family, frame.vae, frame)

@@ -201,6 +201,8 @@ class Recipe:
     packs: bool = False
     # (number of steps, α) → the times that a sample passes, [steps + 1] from 1, or next to it, to 0.
     times: Callable[[int, float], Tensor] = even_times
+    # A sample begins with noise times that first time, in place of noise.
+    begins_at_first_time: bool = False
     # The blocks of which the last gives states of text that nothing uses.
     unused_text: str = ""
     # Arguments of a model that begins without weights, where they differ from its class's defaults.
@@ -209,6 +211,10 @@ class Recipe:
     published: Mapping[str, Any] = field(default_factory=dict)
     # Arguments that make the model tiny, for proofs.
     tiny: Mapping[str, Any] = field(default_factory=dict)
+    # What is published of the same classes with other arguments.
+    variants: tuple[Recipe, ...] = ()
+    # Whether a variant is for a model of these arguments; without weights they are those that are given.
+    is_for: Callable[[Mapping[str, Any]], bool] = lambda _: True
 
     @property
     def makes_sound(self) -> bool:
@@ -319,7 +325,9 @@ class Recipe:
 
     def start(self, noise: Tensor, times: Tensor) -> Tensor:
         """Where a sample of clips begins, [B, C, t, h, w], of noise and the `times` that it passes."""
-        return noise if self.levels is None else of_noise_alone(noise, times[:1].to(noise.device))
+        if self.levels is not None:
+            return of_noise_alone(noise, times[:1].to(noise.device))
+        return noise * float(times[0]) if self.begins_at_first_time else noise
 
 
 def derive_projected(sizes: Sizes) -> dict[str, Any]:
