@@ -49,6 +49,8 @@ from shardformer.policy import model_names
 
 logger = logging.getLogger(__name__)
 
+# Arguments that count from 0.
+_NUMBERS_OF_LAYERS = ("vace_layers",)
 # More take minutes to make, even without their weights.
 _MOST_LAYERS = 1000
 
@@ -403,6 +405,8 @@ def condition_of_one(config: TrainConfig, codec: Codec, shape: LatentShape) -> C
         return None
     # Not zeros, which some models take for no picture.
     pictures = torch.ones(1, *_picture_shape(config)) if config.image.is_used else None
+    if conditioning.place == "branch":
+        return Condition(torch.zeros(1, conditioning.branch_channels(codec), *shape[1:]), in_branch=True)
     if conditioning.place == "channels":
         channels = conditioning.num_channels(codec.channels, codec.latent_frames.temporal)
         return Condition(torch.zeros(1, channels, *shape[1:]), pictures=pictures)
@@ -468,8 +472,9 @@ def _checked_arguments(cls: type, arguments: dict[str, Any]) -> dict[str, Any]:
         kind = hints.get(name, type(parameters[name].default))
         checked[name] = check_argument(kind, value, f"model.config.{name}")
         for size in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(size, int) and not isinstance(size, bool) and size < 1:
-                raise ValueError(f"model.config.{name} must be at least 1; got {value!r}")
+            least = 0 if name in _NUMBERS_OF_LAYERS else 1
+            if isinstance(size, int) and not isinstance(size, bool) and size < least:
+                raise ValueError(f"model.config.{name} must be at least {least}; got {value!r}")
     if arguments.get("num_layers", 1) > _MOST_LAYERS:
         raise ValueError(
             f"model.config.num_layers is {arguments['num_layers']:,}, and {_MOST_LAYERS:,} are the most; set it lower"

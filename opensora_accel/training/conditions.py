@@ -21,8 +21,18 @@ LTX-Video and Wan 2.2 5B take it in the place of what is noisy, and every token 
 Kandinsky 5 takes it there too, at one time t, and is told where by a channel behind 16 of zeros. Cosmos-Predict has
 that channel alone, and times of latent frames, next to 0 where it is given.
 
+VACE takes it in a branch of its own, whose states are added to those of its blocks. There a clip is in two: what is
+kept of it, and what is to be made, where a control (pose, depth, edges) stands if there is one:
+
+    frames        0    1 2 3 4    5 6 7 8
+    kept          0    · · · ·    · · · ·      16 channels; what is not given is grey
+    to be made    ·    c c c c    c c c c      16 channels; grey all over without a control
+    mask          0    1 1 1 1    1 1 1 1      of each latent frame that of one of its frames: here of 1, 4 and 7
+
+    branch        16 + 16 channels, and the mask of each of 8 × 8 pixels: 96
+
 Names and numbers of frames: Open-Sora 2.0 (github.com/hpcaitech/Open-Sora, opensora/utils/train.py). Channels: Wan 2.1
-(arXiv:2503.20314). Where nothing is given (`t2v`), mask and clip are zero, as in Open-Sora.
+(arXiv:2503.20314). VACE: arXiv:2503.07598. Where nothing is given (`t2v`), mask and clip are zero, as in Open-Sora.
 """
 
 from __future__ import annotations
@@ -54,9 +64,13 @@ class Condition(NamedTuple):
     marks: Tensor | None = None
     # The timestep of what `given` is, in 0…1000.
     timestep: float = 0.0
+    # Whether latents go into a branch of their own, and not behind those of noisy clips.
+    in_branch: bool = False
 
     def put(self, noisy: Tensor) -> Tensor:
         """noisy: [B, C, t, h, w] → with what is given, [B, C + C', t, h, w] or [B, C, t, h, w]."""
+        if self.in_branch:
+            return noisy
         behind = self.latents if self.given is None else self.marks
         placed = self.in_place(noisy)
         return placed if behind is None else torch.cat([placed, behind], dim=1)
@@ -88,11 +102,19 @@ class Given(NamedTuple):
 
     head: int
     tail: int
+    # All but these.
+    are_others: bool = False
 
     def frames(self, num_frames: int) -> Tensor:
         """bool [num_frames]: which ones."""
         numbers = torch.arange(num_frames)
-        return (numbers < self.head) | (numbers >= num_frames - self.tail)
+        ends = (numbers < self.head) | (numbers >= num_frames - self.tail)
+        return ~ends if self.are_others else ends
+
+    @property
+    def others(self) -> Given:
+        """Those that are not given."""
+        return self._replace(are_others=not self.are_others)
 
 
 KINDS = {
@@ -111,8 +133,9 @@ KINDS = {
 class Conditioning:
     """How the models of a family take frames that are given."""
 
-    # In channels behind those of what is noisy, or in the place of its latents, at time 0.
-    place: Literal["channels", "latents"]
+    # In channels behind those of what is noisy, in the place of its latents, at time 0, or in a branch of its own,
+    # which takes controls too.
+    place: Literal["channels", "latents", "branch"]
     # In channels: a number for each frame of a latent frame, before what is given; one, behind it; or none.
     mask: Literal["frames", "latent frames"] | None = None
     # What is given is encoded as a clip whose other frames are grey; or by itself, and zero follows.
@@ -138,9 +161,13 @@ class Conditioning:
         """All channels that a model takes, with those of the noisy clip."""
         return codec.channels + self.num_channels(codec.channels, codec.latent_frames.temporal)
 
+    def branch_channels(self, codec: Codec) -> int:
+        """Channels of the branch that takes what is given: of what is kept, of what is to be made, and of the mask."""
+        return 2 * codec.channels + codec.spatial**2
+
     def is_needed(self, kinds: Sequence[str]) -> bool:
         """Whether a model is told anything of clips of which what these kinds say is given."""
-        return self.has_channels or any(kind != "t2v" for kind in kinds)
+        return self.has_channels or self.place == "branch" or any(kind != "t2v" for kind in kinds)
 
     def of_nothing(self, like: Tensor, temporal: int) -> Condition | None:
         """What the model gets of clips of latents like [B, C, t, h, w], of which nothing is given."""
@@ -167,6 +194,16 @@ class Conditioning:
 def mask_of(given: Tensor, latent_frames: LatentFrames) -> Tensor:
     """given: bool [B, T] → [B, temporal, t], those of each latent frame."""
     return given[:, latent_frames.numbers(given.size(1))]
+
+
+def branch_mask(given: Tensor, num_latents: int) -> Tensor:
+    """given: bool [B, T] → fp32 [B, num_latents]: 0 where the frame that stands for a latent frame is given, else 1.
+
+    Of 9 frames and 3 latent frames these are 1, 4 and 7, so that of a first frame alone nothing is marked: so
+    WanVACEPipeline has it.
+    """
+    to_be_made = (~given).float().unsqueeze(1)
+    return F.interpolate(to_be_made, size=num_latents, mode="nearest-exact").squeeze(1)
 
 
 def weights_of(config: ConditionsConfig, num_frames: int, latent_frames: LatentFrames) -> dict[str, float]:
@@ -237,6 +274,29 @@ def draw_conditions(
         kinds[int(torch.multinomial(of_kind, 1, generator=generator(seed, "condition", position)))]
         for position in positions
     ]
+
+
+def branch_condition(
+    kept: Tensor,
+    to_be_made: Tensor,
+    given: Sequence[Given],
+    num_frames: int,
+    latent_frames: LatentFrames,
+    spatial: int,
+) -> tuple[Condition, Tensor]:
+    """What a model with a branch gets of clips, and bool [B, t], the latent frames whose frames are all given.
+
+    Args:
+        kept: latents [B, C, t, h, w] of what is given of each clip, in grey.
+        to_be_made: those of its control, or of grey alone, where nothing is given.
+        given: of each of B samples.
+        spatial: pixels along each side of a latent position.
+    """
+    frames = torch.stack([each.frames(num_frames) for each in given])
+    mask = branch_mask(frames, kept.size(2)).to(kept)[:, None, :, None, None]
+    mask = mask.expand(-1, spatial**2, -1, *kept.shape[-2:])
+    whole = mask_of(frames, latent_frames).all(1).to(kept.device)
+    return Condition(torch.cat([kept, to_be_made, mask], dim=1), in_branch=True), whole
 
 
 def encode_condition(

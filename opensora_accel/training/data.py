@@ -33,11 +33,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from opensora_accel.communications import gather_objects
 from opensora_accel.files import retried
+from opensora_accel.training.beside import read_mask, with_controls, with_masks
 from opensora_accel.training.buckets import Bucket, batch_sizes
 from opensora_accel.training.disk_cache import file_digest
 from opensora_accel.training.entries import Entry, entries_of
 from opensora_accel.training.flow import generator
-from opensora_accel.training.masks import read_mask, with_masks
 from opensora_accel.training.ranks import any_rank, from_first_rank
 from opensora_accel.training.sampler import GlobalBatchSampler, Key, Portion, check_divides
 from opensora_accel.training.sections import DataConfig
@@ -48,6 +48,7 @@ from opensora_accel.training.video import (
     Video,
     index_videos,
     nothing_usable,
+    read_clip,
     read_timed_clip,
 )
 
@@ -62,13 +63,15 @@ _SAME_RATE, _SAME_MOMENT_S = 0.01, 0.01
 class Clip:
     """Which frames of a file a sample has, and the SHA-256 sum of the file that they were read from.
 
-    The sum is None where nobody asked for it, or where the file changed while it was read.
+    The sum is None where nobody asked for it, or where the file changed while it was read. `control` says the same of
+    the control that the sample follows.
     """
 
     file: str
     start: int
     bucket: Bucket
     digest: str | None = field(default=None, compare=False)
+    control: Clip | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,9 @@ class Sample:
     sound: Tensor | None = None
     # uint8 [T, H, W], where the run has masks.
     mask: Tensor | None = None
+    # uint8 [T, H, W, 3], where the file has a control, and the sum of the control's file.
+    control: Tensor | None = None
+    control_digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,8 @@ class Batch:
     """This data rank's share of a global batch: `frames` uint8 [b, T, H, W, 3] of one bucket.
 
     With sound, `sounds` are the samples [channels, n] of each clip, or None where it has none; where the run has masks,
-    `masks` are those of the frames, uint8 [b, T, H, W].
+    `masks` are those of the frames, uint8 [b, T, H, W]; where it has controls, `controls` are those of the clips that
+    have one, uint8 [b, T, H, W, 3].
     """
 
     frames: Tensor
@@ -103,6 +110,7 @@ class Batch:
     clips: list[Clip]
     sounds: list[Tensor | None]
     masks: Tensor | None = None
+    controls: Tensor | None = None
 
     @property
     def bucket(self) -> Bucket:
@@ -137,9 +145,9 @@ class VideoFolder(Dataset[Sample]):
         position, video_index = key
         video, config = self.videos[video_index], self.config
         bucket, path = video.bucket, Path(config.root) / video.file
-        frames = error = digest = sound = mask = None
+        frames = error = digest = sound = mask = control = control_digest = None
         try:
-            before = file_digest(path) if self._digests else None
+            before = self._digest(path)
             which: dict[str, Any] = {
                 "start": self.start(video, position),
                 "num_frames": bucket.num_frames,
@@ -150,6 +158,11 @@ class VideoFolder(Dataset[Sample]):
             frames, shown = retried(partial(read_timed_clip, path, **which), f"reading {video.file}")
             if config.masks:
                 mask = retried(partial(read_mask, video.mask, **which), f"reading the mask of {video.file}")
+            if video.control is not None:
+                of_control = self._digest(video.control)
+                read = partial(read_clip, video.control, **which)
+                control = retried(read, f"reading the control of {video.file}")
+                control_digest = self._unchanged(video.control, of_control)
             if self.sound is not None and shown is not None and self._is_in_time(*shown, bucket.num_frames):
                 hear = partial(
                     read_sound,
@@ -160,13 +173,18 @@ class VideoFolder(Dataset[Sample]):
                     num_channels=self.sound.num_channels,
                 )
                 sound = retried(hear, f"reading the sound of {video.file}")
-            # The frames are those of this sum where the file is the same before and after.
-            if before is not None and file_digest(path) == before:
-                digest = before
+            digest = self._unchanged(path, before)
         except UnreadableVideo as failure:
             frames, error = None, str(failure)
-        of_file = video.file, video.caption, frames, error, digest, sound, mask
+        of_file = video.file, video.caption, frames, error, digest, sound, mask, control, control_digest
         return Sample(position, video_index, *of_file)
+
+    def _digest(self, path: str | Path) -> str | None:
+        return file_digest(path) if self._digests else None
+
+    def _unchanged(self, path: str | Path, before: str | None) -> str | None:
+        """The sum of a file, where it is the same after the frames are read as it was before."""
+        return before if before is not None and file_digest(path) == before else None
 
     def has_sound(self, video: Video) -> bool:
         """Whether the video has sound that lasts as long as its frames do at the job's frame rate, by its header."""
@@ -186,6 +204,14 @@ class VideoFolder(Dataset[Sample]):
         # Every first frame from which the clip is whole, the last such one included.
         num_starts = video.info.num_frames - video.bucket.frames_needed(self.config.frame_stride) + 1
         return int(torch.randint(num_starts, (), generator=generator(self._seed, "start", position)))
+
+
+def clip_of(video: Video, start: int, digest: str | None = None, control_digest: str | None = None) -> Clip:
+    """The clip of a video that begins with this frame, and that of its control."""
+    control = None
+    if video.control is not None:
+        control = Clip(video.control, start, video.bucket, control_digest)
+    return Clip(video.file, start, video.bucket, digest, control)
 
 
 def frame_rate(config: DataConfig, videos: Sequence[Video]) -> float:
@@ -249,7 +275,8 @@ class ClipLoader:
             entries = entries_of(config)
             usable, unreadable = index_videos(entries, config.root, config)
             usable, wrongly_masked = with_masks(usable, config)
-            return entries, usable, unreadable | wrongly_masked
+            usable, wrongly_controlled = with_controls(usable, config)
+            return entries, usable, unreadable | wrongly_masked | wrongly_controlled
 
         # Every file that is named, usable or not.
         self.entries, usable, self._unreadable = (
@@ -330,13 +357,12 @@ class ClipLoader:
             if frames is None:
                 logger.warning("a clip is left out of the validation: %s", sample.error)
                 frames = torch.zeros(bucket.num_frames, bucket.height, bucket.width, 3, dtype=torch.uint8)
-            clip = self._clip(sample.file, sample.position, sample.digest)
+            clip = self._clip(sample.file, sample.position, sample.digest, sample.control_digest)
             mask = None if sample.mask is None else sample.mask[None]
             if self.config.masks and mask is None:
                 mask = torch.zeros(frames[None].shape[:-1], dtype=torch.uint8)
-            batch = Batch(
-                frames[None], [sample.caption], [sample.position], [sample.file], [clip], [sample.sound], mask
-            )
+            of_clip = [sample.caption], [sample.position], [sample.file], [clip], [sample.sound]
+            batch = Batch(frames[None], *of_clip, mask, self._controls([sample], frames))
             yield batch, is_own and sample.frames is not None
 
     def held_out_clips(self) -> dict[int, Clip]:
@@ -362,10 +388,20 @@ class ClipLoader:
             self._batch_sizes |= batch_sizes(tokens, self.config.batch_size, filled)
             self._begin(0, excluded=self._excluded, quarantined=self.quarantined)
 
-    def _clip(self, file: str, position: int, digest: str | None = None) -> Clip:
+    def _clip(
+        self, file: str, position: int, digest: str | None = None, control_digest: str | None = None
+    ) -> Clip:
         """Which clip of a file this position has."""
         video = self._usable[file]
-        return Clip(file, self._folder.start(video, position), video.bucket, digest)
+        return clip_of(video, self._folder.start(video, position), digest, control_digest)
+
+    def _controls(self, samples: Sequence[Sample], like: Tensor) -> Tensor | None:
+        """uint8 [b, T, H, W, 3], black where a sample has none; None where the run has no controls."""
+        if not self.config.controls:
+            return None
+        return torch.stack(
+            [torch.zeros_like(like) if each.control is None else each.control for each in samples]
+        )
 
     def next_clips(self, num_batches: int) -> dict[int, Clip]:
         """The clip of each position that this data rank reads in the next batches, if no more files turn out bad."""
@@ -391,11 +427,15 @@ class ClipLoader:
             [sample.caption for sample in samples],
             [sample.position for sample in samples],
             [sample.file for sample in samples],
-            [self._clip(sample.file, sample.position, sample.digest) for sample in samples],
+            [
+                self._clip(sample.file, sample.position, sample.digest, sample.control_digest)
+                for sample in samples
+            ],
             [sample.sound for sample in samples],
             torch.stack([sample.mask for sample in samples if sample.mask is not None])
             if self.config.masks
             else None,
+            self._controls(samples, samples[0].frames) if samples[0].frames is not None else None,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -33,6 +33,8 @@ _PUBLISHED = {
     "wan2.1-t2v-1.3b": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
     "wan2.1-t2v-14b": "Wan-AI/Wan2.1-T2V-14B-Diffusers",
     "wan2.1-i2v-14b": "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+    "wan2.1-vace": "Wan-AI/Wan2.1-VACE-14B-diffusers",
+    "wan2.1-vace-1.3b": "Wan-AI/Wan2.1-VACE-1.3B-diffusers",
     "wan2.2-t2v": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
     "wan2.2-i2v": "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
     "wan2.2-ti2v-5b": "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
@@ -241,6 +243,15 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
         ]
         if sees_pictures:
             lines.append(("image.path", str(folder / "image_encoder"), "what an image encoder sees of it"))
+    if recipe.follows_controls:
+        lines += [
+            (
+                "conditions.t2v",
+                1.0,
+                "half of the clips from text alone, or data.controls: see docs/training.md",
+            ),
+            ("conditions.i2v_head", 1.0, "and half from their first frame"),
+        ]
     lines += _flow_lines(folder, index, recipe, published)
     if rank:
         lines += [

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from opensora_accel.communications import gather_objects
 from opensora_accel.regions import region
 from opensora_accel.training.adapters import without_adapters
+from opensora_accel.training.beside import latent_shares
 from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.codec import Codec, LatentShape, build_codec
 from opensora_accel.training.conditions import (
@@ -37,6 +38,7 @@ from opensora_accel.training.conditions import (
     Condition,
     Conditioning,
     Given,
+    branch_condition,
     draw_conditions,
     encode_condition,
 )
@@ -52,7 +54,6 @@ from opensora_accel.training.flow import (
     time_shift,
 )
 from opensora_accel.training.kept import CachedLatents, CaptionSource, KeptPictures
-from opensora_accel.training.masks import latent_shares
 from opensora_accel.training.pictures import PictureEncoder, PictureStates, build_picture_encoder
 from opensora_accel.training.recipes import Inputs, Recipe
 from opensora_accel.training.sound import EncodedSound, SoundCodec
@@ -143,6 +144,8 @@ class Objective:
         self.conditioning, self.sounds = conditioning, sounds
         self.latent_shapes, self.num_tokens = latent_shapes, num_tokens
         self.device, self.dtype = device, dtype
+        # Latents [1, C, t, h, w] of a grey clip of each size that a model with a branch was asked for.
+        self._grey: dict[Bucket, Tensor] = {}
         # That of the second of two experts, which learns the times below this one's.
         self.second: Objective | None = None
 
@@ -166,7 +169,8 @@ class Objective:
             clean = self._encode(frames, batch.clips).to(self.dtype)
             kinds = self._draw_conditions(batch.bucket, batch.positions) if self.conditioning else []
             if self.conditioning is not None and self.conditioning.is_needed(kinds):
-                condition, whole = self.encode_condition(kinds, frames, clean, batch.clips)
+                controls = None if batch.controls is None else batch.controls.to(self.device)
+                condition, whole = self.encode_condition(kinds, frames, clean, batch.clips, controls)
                 # What stands in the place of noise is put back after a sample.
                 if condition.given is not None or not self.config.conditions.learn_given:
                     learned = ~whole[:, :, None, None]
@@ -280,7 +284,7 @@ class Objective:
                     ends = torch.tensor(length)
                     masks.append((torch.arange(text.size(1)) < ends[:, None]).to(self.device))
         if condition is None and self.conditioning is not None:
-            condition = self.conditioning.of_nothing(noisy[0], self.codec.latent_frames.temporal)
+            condition = self._condition_of_nothing(noisy[0], bucket)
         sizes = self.frame_rate, self.codec.spatial, self.codec.latent_frames
         config: Any = self.model.config
         inputs = Inputs(
@@ -312,14 +316,29 @@ class Objective:
         num_frames = self.latent_shapes[bucket][1]
         return time_shift(self.config.flow, self.num_tokens[bucket] // num_frames, num_frames)
 
+    def _condition_of_nothing(self, like: Tensor, bucket: Bucket) -> Condition | None:
+        """What the model gets of clips of latents like [B, C, t, h, w], of which nothing is given."""
+        assert self.conditioning is not None
+        if self.conditioning.place != "branch":
+            return self.conditioning.of_nothing(like, self.codec.latent_frames.temporal)
+        size = len(like), bucket.num_frames, bucket.height, bucket.width, 3
+        nothing = torch.zeros(size, dtype=torch.uint8, device=like.device)
+        return self.encode_condition(["t2v"] * len(like), nothing, like, ())[0]
+
     def encode_condition(
-        self, kinds: Sequence[str], frames: Tensor, like: Tensor, clips: Sequence[Clip]
+        self,
+        kinds: Sequence[str],
+        frames: Tensor,
+        like: Tensor,
+        clips: Sequence[Clip],
+        controls: Tensor | None = None,
     ) -> tuple[Condition, Tensor]:
         """What the model gets of clips, of which frames of these kinds are given, and which latent frames are whole.
 
         Args:
             frames: uint8 [B, T, H, W, 3] of these B clips.
             like: of the shape [B, C, t, h, w] of their latents.
+            controls: frames of the controls of those clips that have one, as `frames`; None has none.
 
         Returns:
             What it gets, and bool [B, t], the latent frames whose frames are all given.
@@ -331,6 +350,17 @@ class Objective:
             return self._encode(frames[rows], [clips[row] for row in rows], [given[row] for row in rows])
 
         sizes = frames.size(1), self.codec.latent_frames
+        if self.conditioning.place == "branch":
+            kept = self._in_grey(frames, given, clips, like)
+            of_none: list[Clip | None] = [None] * len(given)
+            followed = of_none if controls is None else [clip.control for clip in clips]
+            # What is given stands in the place of the control.
+            parts = [
+                KINDS["t2v"] if clip is None else each.others
+                for clip, each in zip(followed, given, strict=True)
+            ]
+            to_be_made = self._in_grey(frames if controls is None else controls, parts, followed, like)
+            return branch_condition(kept, to_be_made, given, *sizes, self.codec.spatial)
         condition, whole = encode_condition(self.conditioning, encode, given, *sizes, like)
         if self.pictures is not None:
             shape = len(frames), self.pictures.num_states, self.pictures.width
@@ -342,6 +372,24 @@ class Objective:
                 pictures[shown] = states.to(pictures)
             condition = condition._replace(pictures=pictures)
         return condition, whole
+
+    def _in_grey(
+        self, frames: Tensor, shown: Sequence[Given], clips: Sequence[Clip | None], like: Tensor
+    ) -> Tensor:
+        """Latents [B, C, t, h, w] of clips, of which what is not shown is grey.
+
+        Grey alone is encoded once for each size. `clips` may be left out where nothing is shown.
+        """
+        bucket = Bucket(*frames.shape[1:4])
+        if bucket not in self._grey:
+            nothing = torch.zeros_like(frames[:1])
+            self._grey[bucket] = self._encode(nothing, [_grey_clip(bucket)], [KINDS["t2v"]])
+        latents = self._grey[bucket].to(like).repeat(len(like), 1, 1, 1, 1)
+        rows = [row for row, each in enumerate(shown) if each != KINDS["t2v"]]
+        if rows:
+            of_rows = [clip for row in rows if (clip := clips[row]) is not None]
+            latents[rows] = self._encode(frames[rows], of_rows, [shown[row] for row in rows]).to(like)
+        return latents
 
     def keep(self, clips: Mapping[int, Clip], disk_cache: DiskCache | None) -> None:
         """From now on every clip is encoded once, and every first frame, where the configuration says so.
@@ -362,8 +410,9 @@ class Objective:
                 (kind,) = self._draw_conditions(clip.bucket, [position])
                 if kind != "t2v":
                     given.add((clip, KINDS[kind]))
+        in_branch = self._needed_in_branch(clips)
         if config.path and (config.cache or disk_cache is not None):
-            needed = whole | given
+            needed = whole | given | in_branch
             num_elements = sum(math.prod(self.latent_shapes[clip.bucket]) for clip, _ in needed)
             if config.cache:
                 _check_room("codec.cache keeps the latents of every clip", len(needed), num_elements)
@@ -388,10 +437,23 @@ class Objective:
             # Or it would hold the encoders that are released.
             self.second.codec, self.second.pictures = self.codec, self.pictures
 
+    def _needed_in_branch(self, clips: Mapping[int, Clip]) -> set[tuple[Clip, Given | None]]:
+        """What a model with a branch needs of controls of these clips, by their positions, and of grey."""
+        needed = set[tuple[Clip, Given | None]]()
+        if self.conditioning is None or self.conditioning.place != "branch":
+            return needed
+        for position, clip in clips.items():
+            bucket = clip.bucket
+            needed.add((_grey_clip(Bucket(bucket.num_frames, bucket.height, bucket.width)), KINDS["t2v"]))
+            if clip.control is not None:
+                (kind,) = self._draw_conditions(bucket, [position])
+                needed.add((clip.control, _part(KINDS[kind].others)))
+        return needed
+
     def _encode(self, frames: Tensor, clips: Sequence[Clip], given: Sequence[Given] | None = None) -> Tensor:
         """frames: uint8 [B, T, H, W, 3] of these clips, and what is shown of each → latents [B, C, t, h, w]."""
         if isinstance(self.codec, CachedLatents):
-            return self.codec.encode(frames, clips, given)
+            return self.codec.encode(frames, clips, given and [_part(each) for each in given])
         if given is None:
             return self.codec.encode(frames)
         assert self.conditioning is not None
@@ -417,6 +479,16 @@ def _num_tokens(text: CaptionSource, captions: Sequence[str], in_place_of: Seque
     if in_place_of is None or captions == in_place_of:
         return own
     return [*map(min, own, text.num_tokens(in_place_of))]
+
+
+def _grey_clip(bucket: Bucket) -> Clip:
+    """Stands for a clip of which nothing is shown, which is kept as others are."""
+    return Clip("a grey clip", 0, bucket, "a grey clip")
+
+
+def _part(shown: Given) -> Given | None:
+    """What is shown of a clip; None is all of it."""
+    return None if shown == KINDS["t2v"].others else shown
 
 
 def _check_room(what: str, count: int, num_elements: int) -> None:

@@ -23,7 +23,7 @@ from opensora_accel.files import replacing
 from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.build import causal_block_size
 from opensora_accel.training.conditions import Condition, weights_of
-from opensora_accel.training.data import Clip
+from opensora_accel.training.data import Clip, clip_of
 from opensora_accel.training.flow import draw_noise, generator, sample, staggered
 from opensora_accel.training.objective import Objective
 from opensora_accel.training.sections import DataConfig
@@ -54,11 +54,15 @@ class SampledClip:
     sound: tuple[Tensor, int] | None = None
     # What was given of the source (`conditions.KINDS`).
     kind: str = "t2v"
+    # The control that it follows, of the same shape, where the video has one.
+    control: Tensor | None = None
 
     @property
     def shown(self) -> Tensor:
-        """uint8 [T, H', W', 3]: the source on the left, the clip on the right, in pixels large enough to look at."""
-        pair = self.clip if self.source is None else torch.cat([self.source, self.clip], dim=2)
+        """uint8 [T, H', W', 3]: the source on the left, then the control, the clip on the right, in pixels large enough
+        to look at."""
+        shown = [each for each in (self.source, self.control, self.clip) if each is not None]
+        pair = torch.cat(shown, dim=2)
         # Whole pixels are repeated.
         factor = max(1, _LEAST_HEIGHT // pair.size(1))
         return pair.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
@@ -69,33 +73,36 @@ def sample_clips(
 ) -> list[SampledClip]:
     """A clip for each video's caption and each of the others; every rank has to call, and gets the same clips.
 
-    The videos beside them are read on rank 0 alone, unless frames of them are given.
+    The videos beside them are read on rank 0 alone, unless frames of them are given. Controls are read on all.
 
-    A video's has the size that the video is trained with. Where frames are given in training, those of the kind with
-    the greatest weight are given of the video. Clips of other captions have the size with the most tokens, and nothing
-    is given of them.
+    A video's has the size that the video is trained with, and follows the video's control. Where frames are given in
+    training, those of the kind with the greatest weight are given of the video. Clips of other captions have the size
+    with the most tokens, and nothing is given of them.
     """
     config = objective.config
     # Rank 0 shows them; what is given of them goes into the model, on every rank.
     is_read = config.conditions.are_used or dist.get_rank() == 0
-    sources = [_middle_of(video, config.data) for video in videos] if is_read else []
+    folder = Path(config.data.root)
+    sources = [_middle_of(video, config.data, folder / video.file) for video in videos] if is_read else []
+    controls = [
+        None if video.control is None else _middle_of(video, config.data, video.control) for video in videos
+    ]
     rates = [max(1.0, (video.info.fps if video.info else 0) / config.data.frame_stride) for video in videos]
     samples: dict[int, SampledClip] = {}
     for bucket in dict.fromkeys(video.bucket for video in videos):
         numbers = [number for number, video in enumerate(videos) if video.bucket == bucket]
         weights = weights_of(config.conditions, bucket.num_frames, objective.codec.latent_frames)
         kind = max(weights, key=weights.__getitem__)
-        clips = [
-            Clip(videos[number].file, _middle(videos[number], config.data), bucket) for number in numbers
-        ]
+        clips = [clip_of(videos[number], _middle(videos[number], config.data)) for number in numbers]
         shown = torch.stack([sources[number] for number in numbers]) if sources else None
         captions = {number: videos[number].caption for number in numbers}
-        sampled = _sample(objective, captions, bucket, kind, shown, clips)
+        sampled = _sample(objective, captions, bucket, kind, shown, clips, [controls[n] for n in numbers])
         for number, (clip, sound) in zip(numbers, sampled, strict=True):
             source = sources[number] if sources else None
             # Sound is made for the frame rate that the model is told.
             rate = rates[number] if sound is None else objective.frame_rate
-            samples[number] = SampledClip(captions[number], clip, source, rate, sound, kind)
+            of_video = rate, sound, kind, controls[number]
+            samples[number] = SampledClip(captions[number], clip, source, *of_video)
     captions = dict(enumerate(others, start=len(videos)))
     if captions:
         bucket = max(objective.num_tokens, key=objective.num_tokens.__getitem__)
@@ -112,12 +119,14 @@ def _sample(
     kind: str = "t2v",
     frames: Tensor | None = None,
     clips: Sequence[Clip] = (),
+    controls: Sequence[Tensor | None] = (),
 ) -> list[tuple[Tensor, tuple[Tensor, int] | None]]:
     """One clip per caption, uint8 [T, H, W, 3], and its sound, where the model makes it.
 
     Args:
         captions: each under the number that its noise is drawn by.
         kind: what is given of `frames`, uint8 [N, T, H, W, 3] of `clips`.
+        controls: frames [T, H, W, 3] of the controls of those clips that have one.
     """
     # From the caption's number and the seed: the same noise at every step of the training, to see it learn.
     noise = _noise(objective, objective.latent_shapes[bucket], "sample", captions)
@@ -127,7 +136,11 @@ def _sample(
             size = bucket.num_frames, bucket.height, bucket.width
             frames = torch.zeros(len(captions), *size, 3, dtype=torch.uint8)
         frames = frames.to(objective.device)
-        condition, _ = objective.encode_condition([kind] * len(captions), frames, noise, clips)
+        followed = None
+        if any(each is not None for each in controls):
+            blank = torch.zeros_like(frames[0])
+            followed = torch.stack([blank if each is None else each.to(blank) for each in controls])
+        condition, _ = objective.encode_condition([kind] * len(captions), frames, noise, clips, followed)
     streams, of_sound = [noise], objective.sound_latents(bucket)
     if of_sound is not None:
         streams.append(_noise(objective, of_sound, "sound of a sample", captions))
@@ -205,15 +218,17 @@ def _middle(video: Video, config: DataConfig) -> int:
     return (video.info.num_frames - video.bucket.frames_needed(config.frame_stride)) // 2
 
 
-def _middle_of(video: Video, config: DataConfig) -> Tensor:
-    """Frames uint8 [T, H, W, 3] in the middle of a video; grey where it cannot be read, which nobody may have tried."""
+def _middle_of(video: Video, config: DataConfig, path: str | Path) -> Tensor:
+    """Frames uint8 [T, H, W, 3] in the middle of a video, or of its control; grey where it cannot be read.
+
+    Nobody may have tried before.
+    """
     bucket, start = video.bucket, _middle(video, config)
     size = {"height": bucket.height, "width": bucket.width}
     try:
-        path = Path(config.root) / video.file
         return read_clip(path, start, bucket.num_frames, stride=config.frame_stride, **size)
     except UnreadableVideo as error:
-        logger.warning("no source beside the sample: %s", error)
+        logger.warning("a sample has grey in the place of what cannot be read: %s", error)
         return torch.full((bucket.num_frames, bucket.height, bucket.width, 3), 128, dtype=torch.uint8)
 
 
@@ -226,6 +241,8 @@ def write_comparison(folder: Path, samples: Sequence[SampledClip]) -> list[Path]
         write_video(paths[-1], each.shown, each.fps, each.sound)
         if each.source is not None:
             rows.append((f"source {number}", each.source))
+        if each.control is not None:
+            rows.append((f"control {number}", each.control))
         given = "" if each.kind == "t2v" else f", {each.kind}"
         rows.append((f"sampled {number}{given}", each.clip))
     (folder / "captions.txt").write_text("".join(f"{each.caption}\n" for each in samples), encoding="utf-8")

@@ -44,6 +44,10 @@ class DataConfig:
     masks: str = ""
     """Folder with masks, as the files lie in theirs: of a.mp4 a picture a.png, or a video of as many frames, of its
     shape. White is learned, black is not, grey in part; a file without one is learned whole."""
+    controls: str = ""
+    """Folder with control clips (pose, depth, edges), as the files lie in theirs, for a model that follows them (Wan
+    VACE): of a.mp4 a video of as many frames, of its shape, and of a picture a picture. A file without one is learned
+    from text alone."""
     num_frames: Count = 9
     """Frames per clip."""
     frame_stride: Count = 1

@@ -84,6 +84,9 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         folder=str(folder),
         folders={},
         regularisation=(),
+        # Clips are their own here, of the same frames.
+        masks=str(folder) if config.data.masks else "",
+        controls=str(folder) if config.data.controls else "",
         # Three causal blocks where there are any.
         num_frames=6 if is_causal else 5,
         frame_stride=1,
@@ -249,14 +252,12 @@ class TrueSize:
         """What the model is called with for so many clips; drawn at random."""
         condition = self.condition
         if condition is not None:
-            pictures = condition.pictures
-            condition = Condition(
-                torch.randn(batch, *condition.latents.shape[1:], dtype=dtype),
-                None if condition.given is None else condition.given.expand(batch, -1),
-                None if pictures is None else torch.ones(batch, *pictures.shape[1:], dtype=dtype),
-                None
-                if condition.marks is None
-                else torch.zeros(batch, *condition.marks.shape[1:], dtype=dtype),
+            pictures, given, marks = condition.pictures, condition.given, condition.marks
+            condition = condition._replace(
+                latents=torch.randn(batch, *condition.latents.shape[1:], dtype=dtype),
+                given=None if given is None else given.expand(batch, -1),
+                pictures=None if pictures is None else torch.ones(batch, *pictures.shape[1:], dtype=dtype),
+                marks=None if marks is None else torch.zeros(batch, *marks.shape[1:], dtype=dtype),
             )
         sound = None if self.sound is None else torch.randn(batch, *self.sound.shape[1:], dtype=dtype)
         return Inputs(

@@ -341,6 +341,8 @@ class Video:
     bucket: Bucket
     # The path of the mask that says what of it is learned; None is all.
     mask: str | None = None
+    # The whole path of the control that it follows.
+    control: str | None = None
 
 
 def index_videos(

@@ -141,6 +141,7 @@ ROTARY = {"use_rotary_positional_embeddings": True, "sample_height": 4, "sample_
 # By the class of the model, and what is published under one.
 FAMILIES = {
     "WanTransformer3DModel": Family(wan_vae, {"shift": 3.0}, 3.0, (9, 32, 48)),
+    "WanVACETransformer3DModel": Family(wan_vae, {"shift": 3.0}, 3.0, (9, 32, 48)),
     "SkyReelsV2Transformer3DModel": Family(wan_vae, {"shift": 8.0}, 8.0, (9, 32, 48), flow=FORCING),
     "SkyReelsV2Transformer3DModel, causal blocks": Family(
         wan_vae,
@@ -504,8 +505,9 @@ def by_pipeline(made, noise, output_type, captions=CAPTIONS, *, whole=False, **g
         "max_sequence_length": made.objective.config.text.length,
     }
     known = inspect.signature(made.pipeline.__call__).parameters
-    if made.objective.recipe.packs and len(captions) > 1:
-        # It pads the captions of several clips, and sees the padding.
+    takes_one = "VACE" in made.objective.recipe.pipeline
+    if (made.objective.recipe.packs or takes_one) and len(captions) > 1:
+        # It pads the captions of several clips, and sees the padding; VACE's takes one clip.
         rows = [
             by_pipeline(made, noise[row : row + 1], output_type, captions[row : row + 1], **given)
             for row in range(len(captions))
@@ -514,8 +516,8 @@ def by_pipeline(made, noise, output_type, captions=CAPTIONS, *, whole=False, **g
     # Some ask for it where it is not installed; captions here have nothing to mend.
     vars(sys.modules[type(made.pipeline).__module__]).setdefault("ftfy", SimpleNamespace(fix_text=str))
     answer = made.pipeline(
-        prompt=captions,
-        negative_prompt=[""] * len(captions),
+        prompt=captions[0] if takes_one else captions,
+        negative_prompt="" if takes_one else [""] * len(captions),
         num_inference_steps=STEPS,
         output_type=output_type,
         **{name: value for name, value in by_call.items() if name in known}

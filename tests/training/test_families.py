@@ -25,7 +25,7 @@ CAPTION = "a gradient of colour number 0"
 FAMILIES = {
     name if number == 0 else f"{name}, {each.pipeline}": each
     for name, recipe in RECIPES.items()
-    if name == recipe.models[0] and not name.startswith("Wan")
+    if name == recipe.models[0] and name != "WanTransformer3DModel"
     for number, each in enumerate((recipe, *recipe.variants))
 }
 

@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 
 from opensora_accel import Plan
+from opensora_accel.training.beside import latent_shares, read_mask, with_masks
 from opensora_accel.training.codec import LatentFrames
 from opensora_accel.training.entries import entries_of
 from opensora_accel.training.flow import draw_noise, drop_captions
-from opensora_accel.training.masks import latent_shares, read_mask, with_masks
 from opensora_accel.training.samples import write_video
 from opensora_accel.training.tiny_run import write_clips
 from opensora_accel.training.video import index_videos, read_clip
@@ -150,7 +150,7 @@ def test_a_mask_that_is_not_its_clips_is_set_aside_with_it(folder, tmp_path, cap
         videos, set_aside = looked_at(config)
     assert [video.file for video in videos] == ["3.mp4", "4.mp4"]
     assert [video.mask for video in videos] == [str(masks / "3.png"), None]
-    assert "is 24 × 40, and the clip that it masks" in set_aside["0.mp4"]
+    assert "is 24 × 40, and the clip of this mask" in set_aside["0.mp4"]
     assert "has 11 frames" in set_aside["1.mp4"] and set_aside["1.mp4"].endswith("or a picture")
     assert "cannot be decoded" in set_aside["2.mp4"]
     assert "1 of 5 files have no mask" in caplog.text and "4.mp4 among them" in caplog.text

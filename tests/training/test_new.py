@@ -47,6 +47,7 @@ def pipelines(tmp_path_factory):
 
 SHIFTS = {
     "WanTransformer3DModel": 3.0,
+    "WanVACETransformer3DModel": 3.0,
     "SkyReelsV2Transformer3DModel": 8.0,
     "LTXVideoTransformer3DModel": "ltx",
     "LTX2VideoTransformer3DModel": "ltx",

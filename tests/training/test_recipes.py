@@ -19,6 +19,7 @@ from PIL import Image
 from opensora_accel.precision import LiftOperations
 from opensora_accel.training.captions import TextShape
 from opensora_accel.training.codec import VideoVAE, latent_shape
+from opensora_accel.training.conditions import KINDS, Given
 from opensora_accel.training.data import Clip
 from opensora_accel.training.flow import draw_noise, draw_times
 from opensora_accel.training.objective import Encoded
@@ -125,6 +126,56 @@ def test_a_sample_that_begins_with_a_frame_is_the_pipelines(name, monkeypatch):
         expected[:, :, 0] += (1 - 200 / 201) * (found - noise)[:, :, 0]
     assert (as_given(made, found) - expected).abs().max() < 1e-10
     assert (found - without).abs().max() > 1e-3, "the frame counts"
+
+
+def black_and_white(made, rng):
+    """A clip of pixels that are the same however they are scaled: uint8 [1, T, H, W, 3]."""
+    shape = 1, made.bucket.num_frames, made.bucket.height, made.bucket.width, 3
+    return torch.randint(0, 2, shape, dtype=torch.uint8, generator=rng) * 255
+
+
+def as_pictures(frames):
+    """uint8 [1, T, H, W, 3] as pipelines take a video: [T, 3, H, W] in 0…1."""
+    return (frames[0] / 255).permute(0, 3, 1, 2)
+
+
+OF_BRANCH = [
+    (kind, follows)
+    for kind in ("t2v", "i2v_head", "i2v_tail", "i2v_loop", "v2v_head")
+    for follows in (False, True)
+]
+
+
+@pytest.mark.parametrize(("kind", "follows"), OF_BRANCH)
+def test_a_sample_that_follows_a_control_is_the_pipelines(kind, follows, monkeypatch):
+    """What is given is black in the mask of VACE's pipeline; where it is white stands the control, or grey."""
+    # Of nine frames, so that latent frames are marked.
+    monkeypatch.setitem(KINDS, "v2v_head", Given(5, 0))
+    made, rng = setting("WanVACETransformer3DModel"), torch.Generator().manual_seed(1)
+    objective, size = made.objective, made.bucket
+    frames, control = black_and_white(made, rng), black_and_white(made, rng)
+    noise = torch.randn(1, *made.shape, dtype=torch.float64, generator=rng)
+    shown = KINDS[kind].frames(size.num_frames)[:, None, None, None]
+    grey = torch.full_like(as_pictures(frames), 0.5)
+    video = torch.where(shown, as_pictures(frames), as_pictures(control) if follows else grey)
+    mask = torch.where(shown, 0.0, torch.ones_like(grey))
+    given = {} if kind == "t2v" and not follows else {"video": [video], "mask": [mask]}
+    clip, called = Clip("", 0, size, control=Clip("a control", 0, size) if follows else None), []
+    objective.model.register_forward_pre_hook(lambda _, args, kwargs: called.append(kwargs), with_kwargs=True)
+    with without_rounding():
+        expected = by_pipeline(made, noise, "latent", CAPTIONS[:1], **given)
+        by_its_pipeline = called[0]["control_hidden_states"]
+        condition, whole = objective.encode_condition([kind], frames, noise, [clip], control)
+        (found,) = sample_latents(objective, [noise], CAPTIONS[:1], size, condition)
+        (without,) = sample_latents(objective, [noise], CAPTIONS[:1], size)
+    assert condition.latents.shape == (1, 96, *made.shape[1:])
+    assert (condition.latents - by_its_pipeline).abs().max() < 1e-10
+    assert (found - expected).abs().max() < 1e-10
+    assert ((found - without).abs().max() > 1e-5) == bool(given), "what is given counts"
+    # Of five frames that are given two latent frames are, and the mask is black.
+    first = [kind == "v2v_head"] * 2 + [False]
+    assert (condition.latents[0, -1, :, 0, 0] == 0).tolist() == first
+    assert whole[0].tolist() == [kind in ("i2v_head", "i2v_loop", "v2v_head"), *first[1:]]
 
 
 @pytest.mark.parametrize("name", WITH_SOUND)

@@ -29,6 +29,7 @@ RECIPES: dict[str, Recipe] = {
     for recipe in (
         wan.RECIPE,
         wan.LIKE_WAN,
+        wan.VACE,
         wan.SKYREELS_V2,
         *(
             module.RECIPE

@@ -90,6 +90,12 @@ class Inputs:
         return None if self.condition is None else self.condition.pictures
 
     @property
+    def branch(self) -> Tensor | None:
+        """What is given, where the model takes it in a branch of its own, [B, C', t, h, w]."""
+        condition = self.condition
+        return condition.latents if condition is not None and condition.in_branch else None
+
+    @property
     def grid(self) -> tuple[int, int, int]:
         """How many of the model's patches a clip has along time, height and width."""
         patches = patches_of(self.config)
@@ -215,6 +221,11 @@ class Recipe:
     variants: tuple[Recipe, ...] = ()
     # Whether a variant is for a model of these arguments; without weights they are those that are given.
     is_for: Callable[[Mapping[str, Any]], bool] = lambda _: True
+
+    @property
+    def follows_controls(self) -> bool:
+        """Whether it takes controls, as pose and depth."""
+        return any(each.place == "branch" for each in self.frames)
 
     @property
     def makes_sound(self) -> bool:

@@ -31,6 +31,11 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
             f"{family} takes no frames that are given; leave all of conditions but t2v out, or choose a model that "
             "takes them, as WanTransformer3DModel"
         )
+    if config.data.controls and not recipe.follows_controls:
+        raise ValueError(
+            f"{family} follows no controls; leave data.controls out, or choose a model that does: "
+            "WanVACETransformer3DModel"
+        )
     _check_pictures(family, recipe.pictures, config)
     _check_forcing(family, recipe, config)
     if config.model.path and Path(config.model.path).resolve().name == "transformer_ref":

@@ -1,6 +1,6 @@
-"""Wan 2.1 and 2.2, and what is built as they are: ChronoEdit, and SkyReels-V2 with times of latent frames.
+"""Wan 2.1 and 2.2, and what is built as they are: VACE, ChronoEdit, and SkyReels-V2 with times of latent frames.
 
-Source: diffusers, WanPipeline and SkyReelsV2DiffusionForcingPipeline
+Source: diffusers, WanPipeline, WanVACEPipeline and SkyReelsV2DiffusionForcingPipeline
 (https://github.com/huggingface/diffusers/blob/main/src/diffusers/pipelines/skyreels_v2).
 """
 
@@ -54,6 +54,29 @@ RECIPE = Recipe(
 )
 
 LIKE_WAN = replace(RECIPE, models=("ChronoEditTransformer3DModel",), frames=RECIPE.frames[:1])
+
+
+def _derive_vace(sizes: Sizes) -> dict[str, Any]:
+    return {
+        "in_channels": sizes.channels,
+        "out_channels": sizes.channels,
+        "text_dim": sizes.texts[0].width,
+        # What is kept, what is to be made, and the mask of each pixel.
+        "vace_in_channels": 2 * sizes.channels + sizes.spatial**2,
+    }
+
+
+# Its branch counts once: `control_hidden_states_scale` is left out.
+VACE = replace(
+    RECIPE,
+    models=("WanVACETransformer3DModel",),
+    pipeline="WanVACEPipeline",
+    call={"timestep": "timestep", "encoder_hidden_states": "text", "control_hidden_states": "branch"},
+    derive=_derive_vace,
+    pictures=None,
+    frames=(Conditioning("branch", in_grey=True, always=True),),
+    tiny=dict(RECIPE.tiny) | {"vace_layers": [0, 1]},
+)
 
 
 def _is_forced(inputs: Inputs) -> bool | None:

@@ -1,11 +1,15 @@
-"""Masks: which part of a clip is learned.
+"""What lies beside clips: masks, which say what of a clip is learned, and controls, which a model follows.
+
+Both lie in a folder of their own as the files do in theirs: of clips/a.mp4 `data.masks` has masks/a.png, or
+masks/a.mp4, and `data.controls` controls/a.mp4. A file without a mask is learned whole, and one without a control from
+text alone.
 
 A mask is a picture, which holds for all frames of its clip, or a video of as many frames. White is learned, black is
 not, and grey in part. A latent is learned as far as its pixels are: of one that is made of 4 frames of 8 × 8 pixels,
 128 white pixels make it count a half.
 
-`data.masks` is a folder in which masks lie as the files do in theirs: of clips/a.mp4 it has clips/a.png, or
-clips/a.mp4. A file without a mask is learned whole.
+A control is a clip of poses, depths or edges, frame by frame: a video of as many frames, and of a picture a picture. It
+is read as its clip is, from the same frame on, at the same size.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,10 +42,29 @@ from opensora_accel.training.video import (
 
 logger = logging.getLogger(__name__)
 
-# By how much the sides of a mask and of its clip may stand in another proportion: masks of half the size are rounded.
+# By how much the sides of two may stand in another proportion: those of half the size are rounded.
 _SAME_SHAPE = 0.02
 # The value of white.
 _WHITE = 255
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Masks or controls, as an option's folder has them."""
+
+    # The option, without data., and the field of a video.
+    option: str
+    name: str
+    # How a file without one is learned.
+    without: str
+    # The ending that one would have.
+    ending: str
+    # Whether a picture holds for all frames of a video.
+    holds: bool
+
+
+_MASKS = _Kind("masks", "mask", "learned whole", ".png, or a video", holds=True)
+_CONTROLS = _Kind("controls", "control", "learned from text alone", "", holds=False)
 
 
 def with_masks(videos: Sequence[Video], config: DataConfig) -> tuple[list[Video], dict[str, str]]:
@@ -49,31 +74,43 @@ def with_masks(videos: Sequence[Video], config: DataConfig) -> tuple[list[Video]
         FileNotFoundError: there is no such folder.
         ValueError: it has no mask for any of the videos, or two for one; or none is left.
     """
-    if not config.masks:
+    return _with(_MASKS, videos, config)
+
+
+def with_controls(videos: Sequence[Video], config: DataConfig) -> tuple[list[Video], dict[str, str]]:
+    """The same with their controls."""
+    return _with(_CONTROLS, videos, config)
+
+
+def _with(kind: _Kind, videos: Sequence[Video], config: DataConfig) -> tuple[list[Video], dict[str, str]]:
+    folder = getattr(config, kind.option)
+    if not folder:
         return list(videos), {}
-    masks = _find(Path(config.masks))
+    found = _find(kind, Path(folder))
     stems = [PurePosixPath(video.file).with_suffix("").as_posix() for video in videos]
-    without = [video.file for video, stem in zip(videos, stems, strict=True) if stem not in masks]
+    without = [video.file for video, stem in zip(videos, stems, strict=True) if stem not in found]
     if len(without) == len(videos):
+        ending = kind.ending or PurePosixPath(without[0]).suffix
         raise ValueError(
-            f"data.masks {config.masks} has a mask for none of the {len(videos)} files; that of {without[0]} would be "
-            f"{os.path.join(config.masks, stems[0])}.png, or a video"
+            f"data.{kind.option} {folder} has a {kind.name} for none of the {len(videos)} files; that of {without[0]} "
+            f"would be {os.path.join(folder, stems[0])}{ending}"
         )
     if without:
         logger.warning(
-            "%d of %d files have no mask in %s and are learned whole, %s among them",
-            *(len(without), len(videos), config.masks, without[0]),
+            "%d of %d files have no %s in %s and are %s, %s among them",
+            *(len(without), len(videos), kind.name, folder, kind.without, without[0]),
         )
 
     def look(pair: tuple[Video, str]) -> Video | str:
         video, stem = pair
-        if stem not in masks:
+        if stem not in found:
             return video
         try:
-            _check(masks[stem], Path(config.root) / video.file)
+            _check(kind, found[stem], Path(config.root) / video.file)
         except UnreadableVideo as error:
             return str(error)
-        return dataclasses.replace(video, mask=os.fspath(masks[stem]))
+        beside: dict[str, Any] = {kind.name: os.path.abspath(found[stem])}
+        return dataclasses.replace(video, **beside)
 
     with ThreadPoolExecutor(PROBE_THREADS) as pool:
         outcomes = list(pool.map(look, zip(videos, stems, strict=True)))
@@ -88,37 +125,42 @@ def with_masks(videos: Sequence[Video], config: DataConfig) -> tuple[list[Video]
     return usable, set_aside
 
 
-def _find(folder: Path) -> dict[str, Path]:
-    """The masks of a folder and those below it, by their paths in it without their endings."""
+def _find(kind: _Kind, folder: Path) -> dict[str, Path]:
+    """The masks or controls of a folder and those below it, by their paths in it without their endings."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"data.masks {folder} is no folder; give one with a mask for each file")
+        raise FileNotFoundError(
+            f"data.{kind.option} {folder} is no folder; give one with a {kind.name} for each file"
+        )
     found: dict[str, Path] = {}
     for path in sorted(folder.rglob("*")):
         if path.suffix.lower() not in VIDEOS | set(IMAGES) or not path.is_file():
             continue
         stem = path.relative_to(folder).with_suffix("").as_posix()
         if stem in found:
-            raise ValueError(f"data.masks has {found[stem]} and {path} for one file; leave one of them")
+            raise ValueError(
+                f"data.{kind.option} has {found[stem]} and {path} for one file; leave one of them"
+            )
         found[stem] = path
     return found
 
 
-def _check(mask: Path, clip: Path) -> None:
-    """Checks by the headers that a mask is one of this clip.
+def _check(kind: _Kind, beside: Path, clip: Path) -> None:
+    """Checks by the headers that a mask or a control is one of this clip.
 
     Raises:
         UnreadableVideo: its sides stand in another proportion, or it is a video of another length.
     """
-    masking, masked = probe(mask, upright=True), probe(clip, upright=True)
-    if abs(masking.width * masked.height / (masking.height * masked.width) - 1) > _SAME_SHAPE:
+    its, clips = probe(beside, upright=True), probe(clip, upright=True)
+    of_clip = f"the clip of this {kind.name}, {clip},"
+    if abs(its.width * clips.height / (its.height * clips.width) - 1) > _SAME_SHAPE:
         raise UnreadableVideo(
-            f"{mask}: is {masking.width} × {masking.height}, and the clip that it masks, {clip}, "
-            f"{masked.width} × {masked.height}; make it of the same shape"
+            f"{beside}: is {its.width} × {its.height}, and {of_clip} {clips.width} × {clips.height}; make it of the "
+            "same shape"
         )
-    if not is_image(mask) and masking.num_frames != masked.num_frames:
+    if not (kind.holds and is_image(beside)) and its.num_frames != clips.num_frames:
         raise UnreadableVideo(
-            f"{mask}: has {masking.num_frames} frames, and the clip that it masks, {clip}, {masked.num_frames}; make "
-            "it of as many, or a picture"
+            f"{beside}: has {its.num_frames} frames, and {of_clip} {clips.num_frames}; make it of as many"
+            + (", or a picture" if kind.holds else "")
         )
 
 
