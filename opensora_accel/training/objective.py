@@ -380,7 +380,10 @@ class Objective:
 
         Grey alone is encoded once for each size. `clips` may be left out where nothing is shown.
         """
-        bucket = Bucket(*frames.shape[1:4])
+        size = tuple(frames.shape[1:4])
+        (bucket,) = (
+            each for each in self.latent_shapes if (each.num_frames, each.height, each.width) == size
+        )
         if bucket not in self._grey:
             nothing = torch.zeros_like(frames[:1])
             self._grey[bucket] = self._encode(nothing, [_grey_clip(bucket)], [KINDS["t2v"]])
@@ -443,10 +446,9 @@ class Objective:
         if self.conditioning is None or self.conditioning.place != "branch":
             return needed
         for position, clip in clips.items():
-            bucket = clip.bucket
-            needed.add((_grey_clip(Bucket(bucket.num_frames, bucket.height, bucket.width)), KINDS["t2v"]))
+            needed.add((_grey_clip(clip.bucket), KINDS["t2v"]))
             if clip.control is not None:
-                (kind,) = self._draw_conditions(bucket, [position])
+                (kind,) = self._draw_conditions(clip.bucket, [position])
                 needed.add((clip.control, _part(KINDS[kind].others)))
         return needed
 

@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
 def config_of(folder, output, plan=None, **changes):
     options = {"data.controls": str(folder / "controls"), "data.batch_size": 6}
     options |= {"model": {"class_name": NAME, "config": dict(RECIPES[NAME].tiny)}}
-    return tiny_config(folder / "clips", output, plan, **options, **changes)
+    return tiny_config(folder / "clips", output, plan, **{**options, **changes})
 
 
 PLANS = [
@@ -184,7 +184,7 @@ def test_latents_of_controls_are_kept(ranks, folder, tmp_path):
 
     def run(name, **changes):
         options = {
-            "steps": 3,
+            "steps": 2,
             "conditions.i2v_head": 1,
             "data.num_frames": 9,
             "data.height": 32,
