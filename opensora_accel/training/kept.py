@@ -201,7 +201,8 @@ class CachedLatents:
             "num_frames": size.num_frames,
             "height": size.height,
             "width": size.width,
-            "given": given,
+            # Without what most have not, so that what was kept before is found.
+            "given": given and given[: 2 + given.are_others],
             "how": None if given is None or how is None else [how.place, how.in_grey],
         }
         return self._kept.value_of(clip, given, key, encode)
