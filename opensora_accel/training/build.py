@@ -25,9 +25,9 @@ from opensora_accel.parallel_states import get_mesh
 from opensora_accel.plan import Plan
 from opensora_accel.training.adapters import SavedAdapter, add_adapters, read_adapter
 from opensora_accel.training.buckets import Bucket, batch_sizes
-from opensora_accel.training.captions import TextShape
+from opensora_accel.training.captions import TextShape, TextStates
 from opensora_accel.training.codec import Codec, LatentShape, check_multiple, latent_shape
-from opensora_accel.training.conditions import Condition, Conditioning, check_conditions
+from opensora_accel.training.conditions import KINDS, Condition, Conditioning, Given, check_conditions
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.options import check_argument
 from opensora_accel.training.pictures import PictureStates, picture_shape
@@ -44,6 +44,7 @@ from opensora_accel.training.recipes import (
 from opensora_accel.training.sampler import Portion
 from opensora_accel.training.sections import DataConfig, ModelConfig
 from opensora_accel.training.sound import sound_shape
+from opensora_accel.training.text_encoders import picture_tokens
 from opensora_accel.weights import load_weights
 from shardformer.policy import model_names
 
@@ -216,10 +217,11 @@ def inputs_of_one(
     arguments: Mapping[str, Any],
 ) -> Inputs:
     """What a model is called with for one clip, of latents [C, t, h, w] of this shape, and the longest caption."""
+    more = picture_tokens_of(config, *(size * codec.spatial for size in shape[2:]))
     return Inputs(
         latents=torch.empty(1, *shape),
         timestep=torch.empty(1, shape[1]) if config.flow.is_forced else torch.empty(1),
-        texts=[torch.empty(1, *each) for each in texts],
+        texts=[torch.empty(1, length + more, width) for length, width in texts],
         text_masks=[torch.ones(1, each.length, dtype=torch.bool) for each in texts],
         condition=condition_of_one(config, codec, shape),
         spatial=codec.spatial,
@@ -351,6 +353,28 @@ def derived_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextSha
     return recipe.derive(sizes)
 
 
+def texts_of(config: TrainConfig) -> tuple[TextStates, ...]:
+    """What the run's model takes of captions; an encoder sees frames where the run gives them."""
+    taken = recipe_of(config.model).text
+    if config.conditions.are_used:
+        return taken
+    return tuple(dataclasses.replace(each, picture="") for each in taken)
+
+
+def picture_tokens_of(config: TrainConfig, height: int, width: int) -> int:
+    """The most states that frames which are given have among those of a caption, of a clip of this size."""
+    taken = texts_of(config)[0]
+    if not taken.picture:
+        return 0
+    return len(_most_ends(config).numbers) * picture_tokens(config.text, taken, height, width)
+
+
+def _most_ends(config: TrainConfig) -> Given:
+    """Of the kinds that the run draws, the one that gives the most ends of a clip."""
+    used = [KINDS[kind] for kind, weight in config.conditions.weights.items() if weight]
+    return max(used, key=lambda given: len(given.numbers))
+
+
 def conditioning_of(config: TrainConfig, codec: Codec) -> Conditioning | None:
     """How the model takes frames that are given; None where it takes none in this run.
 
@@ -410,6 +434,9 @@ def condition_of_one(config: TrainConfig, codec: Codec, shape: LatentShape) -> C
     if conditioning.place == "channels":
         channels = conditioning.num_channels(codec.channels, codec.latent_frames.temporal)
         return Condition(torch.zeros(1, channels, *shape[1:]), pictures=pictures)
+    if conditioning.place == "rows":
+        channels, _, *sides = shape
+        return Condition(torch.zeros(1, channels, 2, *sides), ends=[_most_ends(config)])
     given, marks = (torch.arange(shape[1]) < 1)[None], None
     if conditioning.has_channels:
         channels = conditioning.num_channels(codec.channels, codec.latent_frames.temporal)

@@ -5,6 +5,11 @@ end; and what CLIP makes of the caption as a whole:
 
     "…Describe the video by…: user: a rabbit yawns" → 95 + 7 tokens → states of the last 7, [7, 4096]
     "a rabbit yawns"                                → 5 tokens      → one state, [1, 768]
+
+MiniMax H3 reads the frames that are given too. Of a clip of 768 × 1,344 pixels whose first frame is given:
+
+    "<Picture 1>: " + a mark, 24 · 42 tokens of the frame, a mark + "a rabbit yawns"
+        → 6 + 1010 + 5 tokens → their states, [1021, 5120], of which 1010 count as rows of a clip
 """
 
 from __future__ import annotations
@@ -15,12 +20,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # What the standard deviation of a layer's state is raised by, where all are taken.
 _LEAST_DEVIATION = 1e-8
 # Captions, and words, that are looked at.
 _TOLD_APART = 1000
+# What stands around a frame, and for each of its parts, in what Qwen's models read.
+VISION_TOKENS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,9 @@ class TextStates:
     # Classes of diffusers, any of which makes two kinds of states, here side by side, of what all layers give: for
     # clips and for sound. It lies in `text.path_2`. Padding becomes states that it has learned, which the model sees.
     connectors: tuple[str, ...] = ()
+    # What is read before each frame that is given, with its number in place of {}, of an encoder that sees frames among
+    # its tokens; the caption follows as it is. Empty where it sees none.
+    picture: str = ""
 
     @property
     def sees_padding(self) -> bool:
@@ -102,6 +112,7 @@ class TextEncoder:
         num_tokens: to which captions are cut and padded, without what `taken.skipped` counts.
         option: that names it, for messages.
         connectors: what `taken.connectors` names; without it a small encoder's states stand for both kinds.
+        processor: prepares frames for an encoder that sees them; None reads captions alone.
     """
 
     def __init__(
@@ -112,10 +123,14 @@ class TextEncoder:
         taken: TextStates = TextStates(),
         option: str = "text.path",
         connectors: Any = None,
+        processor: Any = None,
     ):
+        self.processor = processor
         self.connectors = None if connectors is None else connectors.eval().requires_grad_(False)
         self.tokenizer, self.taken, self.option = tokenizer, taken, option
         self.model = model.eval().requires_grad_(False)
+        # The part that reads, of one that sees too.
+        self._reader = self.model if processor is None else self.model.language_model
         self._length, skipped = num_tokens, taken.skipped
         if skipped is None:
             # Of which the last may have grown together with a caption's first.
@@ -125,7 +140,7 @@ class TextEncoder:
 
     @property
     def shape(self) -> TextShape:
-        width = width_of(self.model.config, self.taken)
+        width = width_of(self._reader.config, self.taken)
         if self.connectors is not None:
             width = width_of_connectors(self.connectors.config)
         elif self.taken.connectors:
@@ -141,11 +156,15 @@ class TextEncoder:
         """What it computes in, and what its embeddings have without loss."""
         return self.model.dtype
 
-    def tokens(self, caption: str) -> tuple[Tensor, Tensor]:
+    def tokens(self, caption: str, frames: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What the model is given for a caption: ids [1, L] and a mask [1, L] that is 0 behind its end.
 
-        Both are 0 where it reads nothing of the caption.
+        Both are 0 where it reads nothing of the caption. Behind frames, uint8 [n, H, W, 3], a caption is not padded.
         """
+        if frames is not None and len(frames):
+            (ids,) = self.tokenizer([caption], **self._cut(self._length))["input_ids"]
+            read = torch.tensor([[*self._before(frames)[0], *ids]])
+            return read, torch.ones_like(read)
         text = self.taken.text_of(caption)
         num_tokens = len(self.skipped(caption)) + self._length
         if text is None:
@@ -156,18 +175,66 @@ class TextEncoder:
             padding="max_length",
             # Some tokenizers are saved with the other side, for a model that is to go on writing.
             padding_side=self.taken.padding_side,
-            truncation=True,
-            max_length=num_tokens,
-            add_special_tokens=self.taken.special_tokens,
             return_tensors="pt",
+            **self._cut(num_tokens),
         )
         return tokens["input_ids"], tokens["attention_mask"]
 
+    def _cut(self, length: int) -> dict[str, Any]:
+        """How the tokenizer cuts what it reads."""
+        return {"truncation": True, "max_length": length, "add_special_tokens": self.taken.special_tokens}
+
+    def _before(self, frames: Tensor) -> tuple[list[int], list[bool]]:
+        """Ids of what is read before a caption, of frames [n, H, W, 3], and which of them are a frame's."""
+        start, pad, end = self.tokenizer.convert_tokens_to_ids(VISION_TOKENS)
+        of_frame = [start, *[pad] * num_picture_tokens(self.processor, *frames.shape[1:3]), end]
+        ids, are_seen = [], []
+        for number in range(1, len(frames) + 1):
+            label = self.tokenizer(self.taken.picture.format(number), add_special_tokens=False)["input_ids"]
+            ids += [*label, *of_frame]
+            are_seen += [False] * len(label) + [True] * len(of_frame)
+        return ids, are_seen
+
+    def are_seen(self, frames: Sequence[Tensor]) -> list[list[bool]]:
+        """Which of the states before each caption are those of its frames, uint8 [n, H, W, 3]; none without frames."""
+        return [self._before(each)[1] if len(each) else [] for each in frames]
+
     @torch.no_grad()
-    def encode(self, captions: Sequence[str], device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Embeddings [B, length, width] of B captions; zero behind the end of a caption, unless padding is kept."""
+    def encode(
+        self,
+        captions: Sequence[str],
+        device: torch.device,
+        dtype: torch.dtype,
+        frames: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """Embeddings [B, length, width] of B captions; zero behind the end of a caption, unless padding is kept.
+
+        Args:
+            frames: those that are read before each caption, uint8 [n, H, W, 3], n of its own; with them the longest
+                says the length.
+        """
         # One by one, so that the values do not depend on which captions come together.
-        return torch.cat([self._encode(caption, device, dtype) for caption in captions])
+        if frames is None:
+            return torch.cat([self._encode(caption, device, dtype) for caption in captions])
+        states = [
+            self._see(caption, each, device, dtype) if len(each) else self._encode(caption, device, dtype)[0]
+            for caption, each in zip(captions, frames, strict=True)
+        ]
+        return nn.utils.rnn.pad_sequence(states, batch_first=True)
+
+    def _see(self, caption: str, frames: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """[L, width] of frames, uint8 [n, H, W, 3], and the caption behind them."""
+        ids, mask = (each.to(device) for each in self.tokens(caption, frames))
+        seen = self.processor(images=[*frames.cpu().numpy()], return_tensors="pt")
+        output = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            mm_token_type_ids=(ids == self.model.config.image_token_id).long(),
+            pixel_values=seen["pixel_values"].to(device, self.dtype),
+            image_grid_thw=seen["image_grid_thw"].to(device),
+            output_hidden_states=True,
+        )
+        return _states_of(output, self.taken.layer)[0].to(dtype)
 
     def _encode(self, caption: str, device: torch.device, dtype: torch.dtype) -> Tensor:
         """[1, length, width]."""
@@ -181,7 +248,7 @@ class TextEncoder:
         ids, mask = ids.to(device), mask.to(device)
         seen = mask if taken.masked else None
         is_inner = taken.layer is not None or self.connectors is not None
-        output = self.model(input_ids=ids, attention_mask=seen, output_hidden_states=is_inner)
+        output = self._reader(input_ids=ids, attention_mask=seen, output_hidden_states=is_inner)
         if self.connectors is not None:
             # [1, length, width · layers]
             states = torch.stack(output.hidden_states, dim=-1).flatten(2)
@@ -201,8 +268,17 @@ class TextEncoder:
         states = states * mask.unsqueeze(-1).to(dtype) if taken.padding == "zeroed" else states
         return torch.cat([states, states], dim=-1) if taken.connectors else states
 
-    def num_tokens(self, captions: Sequence[str]) -> list[int]:
-        """How many states of each caption the model may see: of its own tokens, or, where padding is seen, all."""
+    def num_tokens(self, captions: Sequence[str], frames: Sequence[Tensor] | None = None) -> list[int]:
+        """How many states of each caption the model may see: of its own tokens, or, where padding is seen, all.
+
+        Args:
+            frames: those that are read before each caption, as `encode` takes them.
+        """
+        if frames is not None:
+            return [
+                self.tokens(caption, each)[0].size(1) if len(each) else self.num_tokens([caption])[0]
+                for caption, each in zip(captions, frames, strict=True)
+            ]
         if self.taken.pooled or self.taken.sees_padding:
             return [self.shape.length] * len(captions)
         found = [
@@ -221,12 +297,7 @@ class TextEncoder:
         for end in set(ends):
             read = {row: text for row, text in enumerate(texts) if text is not None and ends[row] == end}
             if read:
-                tokens = self.tokenizer(
-                    [*read.values()],
-                    truncation=True,
-                    max_length=end,
-                    add_special_tokens=self.taken.special_tokens,
-                )["input_ids"]
+                tokens = self.tokenizer([*read.values()], **self._cut(end))["input_ids"]
                 for row, ids in zip(read, tokens, strict=True):
                     found[row] = ids
         return found
@@ -255,12 +326,23 @@ class TextEncoder:
                 f"text.length ({self._length}) leaves no room for captions: {in_states} tokens are those of the "
                 "template that they are read in; set it higher"
             )
+        if self.processor is not None:
+            pad, known = (
+                self.tokenizer.convert_tokens_to_ids(VISION_TOKENS[1]),
+                self.model.config.image_token_id,
+            )
+            if pad != known:
+                raise ValueError(
+                    f"the tokenizer of {self.option} is of another encoder: a frame's token {VISION_TOKENS[1]} is its "
+                    f"{pad}, and the encoder's {known}; give a --{self.option} whose tokenizer and encoder belong "
+                    "together"
+                )
         different = sorted({caption for caption in captions if caption.strip()})[:_TOLD_APART]
         words = sorted({word for caption in different for word in caption.split()})[:_TOLD_APART]
         if not words:
             return
         of_words = self.tokenizer(words)["input_ids"]
-        largest, size = max(max(ids, default=0) for ids in of_words), self.model.config.vocab_size
+        largest, size = max(max(ids, default=0) for ids in of_words), self._reader.config.vocab_size
         if largest >= size:
             raise ValueError(
                 f"the tokenizer is of another encoder: it gives token {largest} where the encoder has {size}; "
@@ -284,6 +366,11 @@ class TextEncoder:
                 f"all captions are the same in their first {self.shape.length} tokens, and longer ones are cut there; "
                 "raise --text.length, or let the captions begin with what tells them apart"
             )
+
+
+def num_picture_tokens(processor: Any, height: int, width: int) -> int:
+    """How many tokens an encoder has of a frame of this size."""
+    return int(processor.get_number_of_image_patches(height, width, {})) // processor.merge_size**2
 
 
 def width_of(config: Any, taken: TextStates) -> int:

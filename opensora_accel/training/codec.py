@@ -104,10 +104,11 @@ class Codec(Protocol):
     # What latents of frames that are given are multiplied by, where a model takes those in channels of their own.
     given_scale: float
 
-    def encode(self, frames: Tensor, shown: Tensor | None = None) -> Tensor:
+    def encode(self, frames: Tensor, shown: Tensor | None = None, drawn: int | None = None) -> Tensor:
         """uint8 [B, T, H, W, 3] to latents [B, C, t, h, w] of about unit variance, in fp32 or more.
 
-        Frames where `shown`, bool [B, T], is not set count as grey.
+        Frames where `shown`, bool [B, T], is not set count as grey. Where a VAE gives a mean and a deviation, latents
+        are drawn by the seed `drawn`, and rounded to fp16; without one they are the mean.
         """
         ...
 
@@ -126,7 +127,7 @@ class SpaceToDepth:
         self.spatial, self.channels, self.dtype = patch, 3 * patch * patch, dtype
         self.sides = (patch, patch), (patch, patch)
 
-    def encode(self, frames: Tensor, shown: Tensor | None = None) -> Tensor:
+    def encode(self, frames: Tensor, shown: Tensor | None = None, drawn: int | None = None) -> Tensor:
         """frames: uint8 [B, T, H, W, 3], and which of them are shown [B, T] → latents [B, C, t, h, w]."""
         pixels = _to_unit(frames, self.dtype, shown)
         batch, length = frames.shape[:2]
@@ -213,7 +214,7 @@ class VideoVAE:
         return 2 * mean - 1, 2 * std
 
     @torch.no_grad()
-    def encode(self, frames: Tensor, shown: Tensor | None = None) -> Tensor:
+    def encode(self, frames: Tensor, shown: Tensor | None = None, drawn: int | None = None) -> Tensor:
         """frames: uint8 [B, T, H, W, 3], and which of them are shown [B, T] → latents [B, C, t, h, w]."""
         # Before the model is given its work, for which a copy from the host would wait.
         mean, std = self.statistics(frames.device)
@@ -228,17 +229,17 @@ class VideoVAE:
             if moments is not None:
                 unit = (unit - moments[0]) / moments[1]
             pixels.append(unit.to(dtype).transpose(1, 2))
-        # The mode and not a draw: every epoch, and every rank, sees the same latents of a clip.
-        latents = torch.cat([self._encoded(clip).float() for clip in pixels])
+        # The mode, or a draw of one seed: every epoch, and every rank, sees the same latents of a clip.
+        latents = torch.cat([self._encoded(clip, drawn).float() for clip in pixels])
         return (latents - mean) / std
 
-    def _encoded(self, clip: Tensor) -> Tensor:
-        """[1, 3, T, H, W] → [1, C, t, h, w]."""
-        if type(self.model).__name__ not in (_OF_PICTURES, _OF_FRAMES):
-            latents: Tensor = self.model.encode(clip).latent_dist.mode()
-            return latents
-        pictures: Tensor = self.model.encode(clip[0].transpose(0, 1)).latent_dist.mode()
-        return pictures.transpose(0, 1)[None]
+    def _encoded(self, clip: Tensor, drawn: int | None) -> Tensor:
+        """[1, 3, T, H, W] → [1, C, t, h, w]; a draw of this seed is rounded to fp16."""
+        is_of_pictures = type(self.model).__name__ in (_OF_PICTURES, _OF_FRAMES)
+        found = self.model.encode(clip[0].transpose(0, 1) if is_of_pictures else clip).latent_dist
+        rng = None if drawn is None else torch.Generator().manual_seed(drawn)
+        latents: Tensor = found.mode() if rng is None else found.sample(rng).half()
+        return latents.transpose(0, 1)[None] if is_of_pictures else latents
 
     def _decoded(self, latents: Tensor) -> Tensor:
         """[1, C, t, h, w] → [1, T, 3, H, W]."""

@@ -18,6 +18,13 @@ LTX-Video and Wan 2.2 5B take it in the place of what is noisy, and every token 
     times      0 | t | t
     loss       latent frames 1 and 2: its sampler puts the given one back
 
+MiniMax H3 takes the first frame, the last, or both, each encoded alone, in rows of its own before those of the clip.
+Its encoder of captions reads them too:
+
+    rows       caption | first frame | last frame | sound | clip, all noisy
+    times              |    0.001 (of 1, noise), whatever that of the clip; its own where that is below it
+    loss       all latent frames, as its sampler makes them all
+
 Kandinsky 5 takes it there too, at one time t, and is told where by a channel behind 16 of zeros. Cosmos-Predict has
 that channel alone, and times of latent frames, next to 0 where it is given.
 
@@ -54,7 +61,8 @@ from opensora_accel.training.sections import ConditionsConfig
 class Condition(NamedTuple):
     """What the model gets of clips whose frames are given."""
 
-    # [B, C', t, h, w], behind the channels of the noisy clips; where `given` is, their latents [B, C, t, h, w].
+    # [B, C', t, h, w], behind the channels of the noisy clips; where `given` is, their latents [B, C, t, h, w]; where
+    # `ends` is, those of the first and of the last frame, [B, C, 2, h, w].
     latents: Tensor
     # Bool [B, t]: the latent frames that stand in the place of noisy ones; none where they stand behind.
     given: Tensor | None = None
@@ -66,10 +74,14 @@ class Condition(NamedTuple):
     timestep: float = 0.0
     # Whether latents go into a branch of their own, and not behind those of noisy clips.
     in_branch: bool = False
+    # Which ends of each clip are given, where they stand in rows of their own; latents of the others are not looked at.
+    ends: list[Given] | None = None
+    # uint8 [B, 2, H, W, 3], the first and the last frame, where the encoder of captions sees those that are given.
+    frames: Tensor | None = None
 
     def put(self, noisy: Tensor) -> Tensor:
         """noisy: [B, C, t, h, w] → with what is given, [B, C + C', t, h, w] or [B, C, t, h, w]."""
-        if self.in_branch:
+        if self.in_branch or self.ends is not None:
             return noisy
         behind = self.latents if self.given is None else self.marks
         placed = self.in_place(noisy)
@@ -86,6 +98,19 @@ class Condition(NamedTuple):
         t = timestep / TIMESTEPS
         return self._replace(latents=(1 - t) * self.latents + t * noise, timestep=timestep)
 
+    def in_rows(self) -> Tensor | None:
+        """[1, C, n, h, w], the n frames of one clip that stand in rows of their own; None where there are none."""
+        if self.ends is None:
+            return None
+        (given,) = self.ends
+        return self.latents[:, :, given.numbers]
+
+    def shown(self) -> list[Tensor] | None:
+        """uint8 [n, H, W, 3] of each clip, what the encoder of captions sees; None where it sees nothing."""
+        if self.frames is None or self.ends is None:
+            return None
+        return [frames[given.numbers] for frames, given in zip(self.frames, self.ends, strict=True)]
+
     @property
     def num_given(self) -> int:
         """How many of the first latent frames stand in the place of noisy ones, in all clips."""
@@ -93,7 +118,9 @@ class Condition(NamedTuple):
 
     def rows(self, rows: slice) -> Condition:
         """Those of some of the clips."""
-        of_rows: Any = {name: each[rows] for name, each in self._asdict().items() if isinstance(each, Tensor)}
+        of_rows: Any = {
+            name: each[rows] for name, each in self._asdict().items() if isinstance(each, (Tensor, list))
+        }
         return self._replace(**of_rows)
 
 
@@ -116,6 +143,11 @@ class Given(NamedTuple):
         """Those that are not given."""
         return self._replace(are_others=not self.are_others)
 
+    @property
+    def numbers(self) -> list[int]:
+        """Of the ends of a clip, 0 and 1, those that are given."""
+        return [number for number, count in enumerate((self.head, self.tail)) if count]
+
 
 KINDS = {
     "t2v": Given(0, 0),
@@ -133,9 +165,9 @@ KINDS = {
 class Conditioning:
     """How the models of a family take frames that are given."""
 
-    # In channels behind those of what is noisy, in the place of its latents, at time 0, or in a branch of its own,
-    # which takes controls too.
-    place: Literal["channels", "latents", "branch"]
+    # In channels behind those of what is noisy; in the place of its latents, at time 0; in a branch of its own, which
+    # takes controls too; or in rows of their own, which the first and the last frame may have.
+    place: Literal["channels", "latents", "branch", "rows"]
     # In channels: a number for each frame of a latent frame, before what is given; one, behind it; or none.
     mask: Literal["frames", "latent frames"] | None = None
     # What is given is encoded as a clip whose other frames are grey; or by itself, and zero follows.
@@ -144,6 +176,10 @@ class Conditioning:
     always: bool = False
     # They are the mask's alone, of a model that takes latents in their place.
     mask_alone: bool = False
+    # The timestep at which what is given is held, 0…1000, in noise of its own.
+    timestep: float = 0.0
+    # What the VAE gives of a frame is drawn by this seed and rounded to fp16, as a pipeline does; None is its mode.
+    drawn: int | None = None
 
     @property
     def has_channels(self) -> bool:
@@ -178,9 +214,15 @@ class Conditioning:
         )
 
     def encode(self, codec: Codec, frames: Tensor, given: Sequence[Given]) -> Tensor:
-        """frames: uint8 [B, T, H, W, 3], of each of which is given what `given` says → latents [B, C, t, h, w]."""
+        """frames: uint8 [B, T, H, W, 3], of each of which is given what `given` says → latents [B, C, t, h, w].
+
+        In rows of their own they are those of both ends, [B, C, 2, h, w].
+        """
         if self.in_grey:
             return codec.encode(frames, torch.stack([each.frames(frames.size(1)) for each in given]))
+        if self.place == "rows":
+            ends = [codec.encode(frames[:, number, None], drawn=self.drawn) for number in (0, -1)]
+            return torch.cat(ends, dim=2)
         num_latents = codec.latent_frames.num_latents(frames.size(1))
         heads = []
         for clip, each in zip(frames, given, strict=True):
@@ -240,7 +282,13 @@ def check_conditions(
     fitting = {bucket: _fitting(config, bucket.num_frames, latent_frames) for bucket in buckets}
     sizes = ", ".join(map(str, buckets))
     for kind, weight in config.weights.items():
-        if weight and KINDS[kind].tail and conditioning is not None and not conditioning.in_grey:
+        in_rows = conditioning is not None and conditioning.place == "rows"
+        if weight and in_rows and max(KINDS[kind]) > 1:
+            raise ValueError(
+                f"conditions.{kind} gives {max(KINDS[kind])} frames, and this model takes the first, the last or both; "
+                "set it to 0, and conditions.i2v_head, i2v_tail or i2v_loop above 0"
+            )
+        if weight and KINDS[kind].tail and conditioning is not None and not (conditioning.in_grey or in_rows):
             raise ValueError(
                 f"conditions.{kind} gives frames at the end of a clip, and this model takes them at its beginning; set "
                 "it to 0, and conditions.i2v_head or v2v_head above 0"
@@ -317,6 +365,8 @@ def encode_condition(
     frames = torch.stack([each.frames(num_frames) for each in given])
     mask = mask_of(frames, latent_frames).to(like.device)
     latents = torch.zeros_like(like)
+    if conditioning.place == "rows":
+        latents = like.new_zeros(*like.shape[:2], 2, *like.shape[3:])
     conditioned = [number for number, each in enumerate(given) if each != KINDS["t2v"]]
     if conditioned:
         latents[conditioned] = encode(conditioned).to(latents)
@@ -326,6 +376,8 @@ def encode_condition(
         """[B, n, t] → [B, n, t, h, w], the same at every position of a latent frame."""
         return mask.to(latents)[..., None, None].expand(-1, -1, -1, *like.shape[-2:])
 
+    if conditioning.place == "rows":
+        return Condition(latents, ends=[*given]), whole
     if conditioning.place == "latents":
         marks = None
         if conditioning.has_channels:

@@ -197,13 +197,16 @@ class CachedLatents:
                 return codec.encode(frames.unsqueeze(0))[0]
             return how.encode(codec, frames.unsqueeze(0), [given])[0]
 
+        encoded: list[Any] | None = None
+        if given is not None and how is not None:
+            encoded = [how.place, how.in_grey, *([] if how.drawn is None else [how.drawn])]
         key = {
             "num_frames": size.num_frames,
             "height": size.height,
             "width": size.width,
             # Without what most have not, so that what was kept before is found.
             "given": given and given[: 2 + given.are_others],
-            "how": None if given is None or how is None else [how.place, how.in_grey],
+            "how": encoded,
         }
         return self._kept.value_of(clip, given, key, encode)
 
@@ -221,7 +224,8 @@ class StoredCaptions:
     """A text encoder whose embeddings are kept in a folder, without padding; it is loaded where one is missing.
 
     The key has the tokens, and which are skipped, not the caption and the files of the tokenizer: the encoder is given
-    no more. So a tokenizer that changes some captions costs those, whatever of its files has changed.
+    no more, but the pixels of frames that it sees before a caption. Those are not foreseen, so that an encoder that was
+    loaded for them stays. So a tokenizer that changes some captions costs those, whatever of its files has changed.
     """
 
     def __init__(
@@ -230,33 +234,50 @@ class StoredCaptions:
         """`needed` are the captions that will be asked for; once all are stored, the encoder is released."""
         self.tokenizer, self.tokens, self.shape = outline.tokenizer, outline.tokens, outline.shape
         self.dtype, self.num_tokens, self._skipped = outline.dtype, outline.num_tokens, outline.skipped
+        self.are_seen = outline.are_seen
         self._encoder = OnDemand(lambda: stored.unchanged(build))
         self._needed, self._stored = set(needed), stored
 
-    def encode(self, captions: Sequence[str], device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Embeddings [B, length, width] of B captions; zero behind the end of a caption."""
-        states = torch.zeros(len(captions), *self.shape, dtype=dtype)
-        for padded, caption in zip(states, captions, strict=True):
-            rows = self._rows(caption, device)
-            padded[: len(rows)] = rows
+    def encode(
+        self,
+        captions: Sequence[str],
+        device: torch.device,
+        dtype: torch.dtype,
+        frames: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """Embeddings [B, length, width] of B captions; zero behind the end of a caption.
+
+        Args:
+            frames: those that are read before each caption, as `TextEncoder.encode` takes them.
+        """
+        shown: Sequence[Tensor | None] = [None] * len(captions) if frames is None else frames
+        rows = [self._rows(*each, device).to(dtype) for each in zip(captions, shown, strict=True)]
+        length = self.shape.length if frames is None else max(map(len, rows))
+        states = torch.zeros(len(captions), length, self.shape.width, dtype=dtype)
+        for padded, each in zip(states, rows, strict=True):
+            padded[: len(each)] = each
         if not self._needed:
             self._encoder.release()
         return states.to(device)
 
-    def _rows(self, caption: str, device: torch.device) -> Tensor:
-        """[tokens of the caption, width] on the host, in the encoder's type."""
-        ids, mask = self.tokens(caption)
-        (count,) = self.num_tokens([caption])
+    def _rows(self, caption: str, frames: Tensor | None, device: torch.device) -> Tensor:
+        """[tokens of the caption, and of the frames before it, width] on the host, in the encoder's type."""
+        ids, mask = self.tokens(caption, frames)
+        before = None if frames is None else [frames]
+        (count,) = self.num_tokens([caption], before)
         if not count:
             self._needed.discard(caption)
             return torch.empty(0, self.shape.width, dtype=self.dtype)
 
         def encode() -> Tensor:
-            return self._encoder.get().encode([caption], device, self.dtype)[0, :count].cpu()
+            return self._encoder.get().encode([caption], device, self.dtype, before)[0, :count].cpu()
 
         given = hashlib.sha256(torch.cat([ids, mask]).numpy().tobytes()).hexdigest()
         skipped = self._skipped(caption)
-        key = {"tokens": given, "skipped": [skipped.start, skipped.stop]}
+        key: dict[str, Any] = {"tokens": given, "skipped": [skipped.start, skipped.stop]}
+        if frames is not None and len(frames):
+            key["frames"] = hashlib.sha256(frames.cpu().contiguous().numpy().tobytes()).hexdigest()
+            key["size"] = [*frames.shape]
         rows, is_kept = self._stored.get_or_compute(key, caption, encode)
         if is_kept:
             self._needed.discard(caption)

@@ -10,7 +10,7 @@ import statistics
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from opensora_accel.parallel_states import get_data_parallel_group, init_paralle
 from opensora_accel.profiler import profile, write_run_page
 from opensora_accel.regions import region
 from opensora_accel.training import build
-from opensora_accel.training.captions import TextEncoder
+from opensora_accel.training.captions import TextEncoder, TextStates
 from opensora_accel.training.codec import build_codec
 from opensora_accel.training.config import ProfileOptions, TrainConfig
 from opensora_accel.training.data import ClipLoader
@@ -37,7 +37,6 @@ from opensora_accel.training.optim import check_schedule_free, set_numbers
 from opensora_accel.training.output import COMFYUI, CONFIG, LORAS, PROFILE, SAMPLES, write_text
 from opensora_accel.training.pictures import PictureEncoder, build_picture_encoder
 from opensora_accel.training.ranks import StopRequest, any_rank, from_first_rank
-from opensora_accel.training.recipes import Recipe
 from opensora_accel.training.samples import STRIP, sample_clips, write_comparison
 from opensora_accel.training.saved_state import (
     FOLDER,
@@ -100,7 +99,7 @@ class Trainer:
         )
         self.tokenizer_json = self._tokenizer(saved)
         captions = [entry.caption for entry in self.loader.entries] + list(config.sample_captions)
-        texts = self._texts(recipe, captions)
+        texts = self._texts(build.texts_of(config), captions)
         codec = build_codec(config.codec, self.device, self.dtype, outline=self.disk_cache is not None)
         pictures: PictureEncoder | None = None
         if config.image.is_used:
@@ -500,21 +499,21 @@ class Trainer:
         counts = self.disk_cache.counts
         return {"cache_hits": counts.hits, "cache_misses": counts.misses}
 
-    def _texts(self, recipe: Recipe, captions: list[str]) -> list[TextEncoder | StoredCaptions]:
+    def _texts(self, taken: Sequence[TextStates], captions: list[str]) -> list[TextEncoder | StoredCaptions]:
         """The family's encoders of captions; the empty one is added to these."""
         config, cache = self.config.text, self.disk_cache
         texts: list[TextEncoder | StoredCaptions] = []
-        for number in range(len(recipe.text)):
+        for number in range(len(taken)):
             build = partial(
                 build_text_encoder,
-                config, self.tokenizer_json, self.config.seed, self.device, self.dtype, recipe.text, number,
+                config, self.tokenizer_json, self.config.seed, self.device, self.dtype, taken, number,
             )  # fmt: skip
             # With a folder of what it computed, an encoder may not be needed at all: loaded is what is asked for.
             outline = build(outline=cache is not None)
             outline.check(captions)
             texts.append(outline)
             if cache is not None and config.path:
-                stored = Stored.embeddings(cache, config, self.device, recipe.text, number)
+                stored = Stored.embeddings(cache, config, self.device, taken, number)
                 texts[number] = StoredCaptions(outline, build, [*captions, ""], stored)
         # A dropped caption, and the other half of guidance, is the empty one.
         captions.append("")

@@ -303,7 +303,7 @@ def _check(config: TrainConfig) -> None:
     for alone in config.experts:
         check_recipe(recipe, alone)
     codec = build_codec(config.codec, torch.device("meta"), torch.float32)
-    texts = text_shapes(config.text, recipe.text)
+    texts = text_shapes(config.text, build.texts_of(config))
     arguments = build.all_arguments(config.model)
     for name, needed in build.derived_arguments(config, codec, texts).items():
         if not build.is_same(arguments[name], needed):

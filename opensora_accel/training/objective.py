@@ -53,7 +53,7 @@ from opensora_accel.training.flow import (
     flow_loss,
     time_shift,
 )
-from opensora_accel.training.kept import CachedLatents, CaptionSource, KeptPictures
+from opensora_accel.training.kept import CachedLatents, CaptionSource, EmbeddedCaptions, KeptPictures
 from opensora_accel.training.pictures import PictureEncoder, PictureStates, build_picture_encoder
 from opensora_accel.training.recipes import Inputs, Recipe
 from opensora_accel.training.sound import EncodedSound, SoundCodec
@@ -170,7 +170,8 @@ class Objective:
             kinds = self._draw_conditions(batch.bucket, batch.positions) if self.conditioning else []
             if self.conditioning is not None and self.conditioning.is_needed(kinds):
                 controls = None if batch.controls is None else batch.controls.to(self.device)
-                condition, whole = self.encode_condition(kinds, frames, clean, batch.clips, controls)
+                given = kinds, frames, clean, batch.clips, batch.positions
+                condition, whole = self.encode_condition(*given, controls)
                 # What stands in the place of noise is put back after a sample.
                 if condition.given is not None or not self.config.conditions.learn_given:
                     learned = ~whole[:, :, None, None]
@@ -274,11 +275,17 @@ class Objective:
             guidance: what a model is told that was distilled from guided ones.
             in_place_of: the captions of the clips, some of which are left out in `captions`.
         """
+        shown = None if condition is None else condition.shown()
         with region("encode", "captions"):
-            texts = [each.encode(captions, self.device, self.dtype) for each in self.texts]
-            masks, lengths = [], []
-            if self.recipe.takes_text_masks or self.recipe.packs:
-                lengths = [_num_tokens(each, captions, in_place_of) for each in self.texts]
+            masks: list[Tensor] = []
+            lengths: list[list[int]] = []
+            seen: Tensor | None = None
+            if shown is not None:
+                texts, lengths, seen = self._see(captions, shown)
+            else:
+                texts = [each.encode(captions, self.device, self.dtype) for each in self.texts]
+                if self.recipe.takes_text_masks or self.recipe.packs:
+                    lengths = [_num_tokens(each, captions, in_place_of) for each in self.texts]
             if self.recipe.takes_text_masks:
                 for length, text in zip(lengths, texts, strict=True):
                     ends = torch.tensor(length)
@@ -299,10 +306,23 @@ class Objective:
             config,
             sound=noisy[1] if self.sounds is not None else None,
             num_tokens=lengths,
+            seen=seen,
         )
         of_bucket = str(bucket) if bucket in self.plans else None
         with run_blocks(self.model, of_bucket) if self.plans else nullcontext():
             return self.recipe.predict(self.forward, inputs)
+
+    def _see(
+        self, captions: Sequence[str], frames: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[list[int]], Tensor]:
+        """States [B, L, width] of captions and the frames before them, how many each has, and which are the frames'."""
+        (text,) = self.texts
+        assert not isinstance(text, EmbeddedCaptions), "it knows no frames; text.cache is refused"
+        states = text.encode(captions, self.device, self.dtype, frames)
+        seen = torch.zeros(states.shape[:2], dtype=torch.bool)
+        for row, marks in zip(seen, text.are_seen(frames), strict=True):
+            row[: len(marks)] = torch.tensor(marks, dtype=torch.bool)
+        return [states], [text.num_tokens(captions, frames)], seen.to(self.device)
 
     def sound_alpha(self, bucket: Bucket) -> float:
         """By how much the times of sound are shifted against those of clips of this size."""
@@ -323,7 +343,7 @@ class Objective:
             return self.conditioning.of_nothing(like, self.codec.latent_frames.temporal)
         size = len(like), bucket.num_frames, bucket.height, bucket.width, 3
         nothing = torch.zeros(size, dtype=torch.uint8, device=like.device)
-        return self.encode_condition(["t2v"] * len(like), nothing, like, ())[0]
+        return self.encode_condition(["t2v"] * len(like), nothing, like, (), ())[0]
 
     def encode_condition(
         self,
@@ -331,6 +351,7 @@ class Objective:
         frames: Tensor,
         like: Tensor,
         clips: Sequence[Clip],
+        positions: Sequence[int],
         controls: Tensor | None = None,
     ) -> tuple[Condition, Tensor]:
         """What the model gets of clips, of which frames of these kinds are given, and which latent frames are whole.
@@ -338,6 +359,7 @@ class Objective:
         Args:
             frames: uint8 [B, T, H, W, 3] of these B clips.
             like: of the shape [B, C, t, h, w] of their latents.
+            positions: by which noise is drawn, where what is given is held in noise.
             controls: frames of the controls of those clips that have one, as `frames`; None has none.
 
         Returns:
@@ -362,6 +384,13 @@ class Objective:
             to_be_made = self._in_grey(frames if controls is None else controls, parts, followed, like)
             return branch_condition(kept, to_be_made, given, *sizes, self.codec.spatial)
         condition, whole = encode_condition(self.conditioning, encode, given, *sizes, like)
+        if self.conditioning.timestep:
+            noise = draw_noise(
+                condition.latents, self.config.seed, positions, purpose="noise of given frames"
+            )
+            condition = condition.with_noise(noise, self.conditioning.timestep)
+        if self.recipe.text[0].picture:
+            condition = condition._replace(frames=frames[:, [0, -1]])
         if self.pictures is not None:
             shape = len(frames), self.pictures.num_states, self.pictures.width
             # Zeros where the first frame is not given.

@@ -42,7 +42,7 @@ class PlannedSize:
             partial(self.true.prepare, batch=batch),
             batch=batch,
             num_tokens=self.num_tokens,
-            text_tokens=self.true.config.text.length,
+            text_tokens=self.true.config.text.length + self.true.picture_tokens,
             num_heads=self.num_heads,
         )
 
@@ -119,7 +119,7 @@ def frozen_parts(config: TrainConfig) -> dict[str, tuple[int, str]]:
     meta, dtype = torch.device("meta"), torch.float32
     parts: dict[str, tuple[nn.Module, str]] = {}
     if config.text.path and not config.text.cache:
-        taken = build.recipe_of(config.model).text
+        taken = build.texts_of(config)
         for number, (option, path) in enumerate(text_paths(config.text, taken)):
             text = build_text_encoder(config.text, "", config.seed, meta, dtype, taken, number)
             kind = ("text encoder", "second text encoder")[number]

@@ -140,7 +140,8 @@ def _sample(
         if any(each is not None for each in controls):
             blank = torch.zeros_like(frames[0])
             followed = torch.stack([blank if each is None else each.to(blank) for each in controls])
-        condition, _ = objective.encode_condition([kind] * len(captions), frames, noise, clips, followed)
+        kinds, numbers = [kind] * len(captions), [*captions]
+        condition, _ = objective.encode_condition(kinds, frames, noise, clips, numbers, followed)
     streams, of_sound = [noise], objective.sound_latents(bucket)
     if of_sound is not None:
         streams.append(_noise(objective, of_sound, "sound of a sample", captions))

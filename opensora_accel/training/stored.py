@@ -150,6 +150,9 @@ class Stored:
         common = {"what": "embedding", "length": config.length, "dtype": config.dtype, "made_with": made_with}
         # What it reads is in the tokens.
         common |= {name: getattr(states, name) for name in ("layer", "pooled", "masked", "padding")}
+        if states.picture:
+            made_with["versions"] |= _made_with(device, (), ("pillow", "numpy"))["versions"]
+            common["processor"] = text_encoders.processor_of(config.path).to_dict()
         files = EncoderFiles.read(*text_paths(config, taken)[number], TEXT_STEM)
         if not states.connectors:
             return cls(cache, files, common)

@@ -13,9 +13,11 @@ import torch
 
 from opensora_accel.documents import read_json
 from opensora_accel.training.captions import (
+    VISION_TOKENS,
     TextEncoder,
     TextShape,
     TextStates,
+    num_picture_tokens,
     width_of,
     width_of_connectors,
 )
@@ -32,6 +34,10 @@ from opensora_accel.training.sections import TextConfig
 # How transformers names the files of weights.
 TEXT_STEM = "model"
 _VOCABULARY = 2048
+# Where transformers keeps how frames are prepared: alone, or among what prepares all that an encoder takes.
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+# Pixels a side of a frame's token of a small encoder, and the most that a frame has.
+_SMALL_SIDE, _SMALL_PIXELS = 16, 16 * 16 * 8
 _VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json")
 # Files that were saved with a head, or by an older release, have one of these before each name.
 _PREFIXES = {
@@ -41,6 +47,7 @@ _PREFIXES = {
     "gemma3_text": ("language_model.model.", "model.language_model.", "model."),
     "qwen2_vl_text": ("model.language_model.", "language_model.model.", "model."),
     "qwen2_5_vl_text": ("model.language_model.", "language_model.model.", "model."),
+    "qwen3_vl": ("model.",),
     "qwen3_vl_text": ("model.language_model.", "language_model.", "model."),
     "clip_text_model": ("text_model.",),
 }
@@ -105,13 +112,52 @@ def text_shapes(config: TextConfig, taken: Sequence[TextStates]) -> list[TextSha
         widths = [
             width_of_connectors(_connectors_of(config, each))
             if each.connectors
-            else width_of(_config_of(*named, each), each)
+            else width_of(_config_of(*named, each).get_text_config(), each)
             for each, named in folders
         ]
     return [
         TextShape(1 if each.pooled else each.length or config.length, width)
         for each, width in zip(taken, widths, strict=True)
     ]
+
+
+def picture_tokens(config: TextConfig, taken: TextStates, height: int, width: int) -> int:
+    """The most states that an encoder gives of one frame of this size and what it reads before it.
+
+    No tokenizer is looked at: a token has one character, or more.
+    """
+    processor = processor_of(config.path) if config.path else _small_processor()
+    return len(taken.picture.format(1)) + 2 + num_picture_tokens(processor, height, width)
+
+
+def processor_of(path: str) -> Any:
+    """What prepares frames for the encoder in a folder, whose settings lie in it, or beside it as diffusers has them.
+
+    Raises:
+        FileNotFoundError, ValueError: there are none, or they do not work.
+    """
+    from transformers import Qwen2VLImageProcessorPil
+
+    own, absolute = Path(path), Path(os.path.abspath(path))
+    beside = absolute.with_name(absolute.name.replace("text_encoder", "processor"))
+    for file in (folder / name for folder in (own, beside) for name in _PROCESSORS):
+        if file.is_file():
+            settings = read_json(file, dict[str, Any])
+            try:
+                return Qwen2VLImageProcessorPil.from_dict(settings.get("image_processor", settings))
+            except Exception as error:
+                raise unloadable(Qwen2VLImageProcessorPil, "text.path", str(file), error) from error
+    raise FileNotFoundError(
+        f"text.path {own} does not say how frames that are given are prepared: there is no {' or '.join(_PROCESSORS)} "
+        f"in it or in {beside}; copy the folder processor of the pipeline"
+    )
+
+
+def _small_processor() -> Any:
+    from transformers import Qwen2VLImageProcessorPil
+
+    size = {"shortest_edge": _SMALL_SIDE**2, "longest_edge": _SMALL_PIXELS}
+    return Qwen2VLImageProcessorPil(size=size, patch_size=_SMALL_SIDE // 2)
 
 
 def _small(
@@ -131,6 +177,8 @@ def _small(
         eos_token="</s>",
         unk_token="<unk>",
     )
+    if taken.picture:
+        return _small_that_sees(config, taken, tokenizer, seed, device, dtype)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model: Any = T5EncoderModel(
@@ -146,6 +194,49 @@ def _small(
             )
         )
     return TextEncoder(tokenizer, model.to(device, dtype), taken.length or config.length, taken)
+
+
+def _small_that_sees(
+    config: TextConfig, taken: TextStates, tokenizer: Any, seed: int, device: torch.device, dtype: torch.dtype
+) -> TextEncoder:
+    """A small Qwen3-VL, in place of the small T5."""
+    from transformers import Qwen3VLConfig, Qwen3VLModel
+
+    tokenizer.add_special_tokens({"additional_special_tokens": VISION_TOKENS})
+    start, pad, end = tokenizer.convert_tokens_to_ids(VISION_TOKENS)
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    reads = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": config.width,
+        "intermediate_size": 2 * config.width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rope_parameters": rope,
+    }
+    sees = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": config.width,
+        "patch_size": _SMALL_SIDE // 2,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }
+    known = {"image_token_id": pad, "vision_start_token_id": start, "vision_end_token_id": end}
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model: Any = Qwen3VLModel(Qwen3VLConfig(text_config=reads, vision_config=sees, **known))
+    prepared = _small_processor()
+    return TextEncoder(
+        tokenizer,
+        model.to(device, dtype),
+        taken.length or config.length,
+        taken,
+        processor=prepared,
+    )
 
 
 def train_tokenizer(captions: Sequence[str]) -> str:
@@ -208,6 +299,7 @@ def _classes() -> dict[str, Any]:
         LlamaModel,
         Qwen2_5_VLTextModel,
         Qwen2VLTextModel,
+        Qwen3VLModel,
         Qwen3VLTextModel,
         T5EncoderModel,
         UMT5EncoderModel,
@@ -223,11 +315,12 @@ def _classes() -> dict[str, Any]:
         "qwen2_vl_text": Qwen2VLTextModel,
         "qwen2_5_vl_text": Qwen2_5_VLTextModel,
         "qwen3_vl_text": Qwen3VLTextModel,
+        "qwen3_vl": Qwen3VLModel,
     }
 
 
 def _config_of(option: str, folder: str, taken: TextStates) -> Any:
-    """The configuration of the encoder in a folder, as its class has it.
+    """The configuration of the encoder in a folder, as its class has it: of the whole where it sees frames too.
 
     Raises:
         FileNotFoundError, ValueError: there is none of the types that the family takes.
@@ -243,9 +336,15 @@ def _config_of(option: str, folder: str, taken: TextStates) -> Any:
     # Of one that sees pictures too the part that reads is taken. Older files have its sizes beside the others.
     cls = _classes()[kind if kind in _classes() else whole.sub_configs["text_config"].model_type]
     try:
-        config = whole.from_dict(description).get_text_config()
+        described = whole.from_dict(description)
+        config = described.get_text_config()
     except Exception as error:  # whatever it raises for values that do not work
         raise unloadable(cls, option, folder, error) from error
+    if taken.picture and config is described:
+        raise ValueError(
+            f"{option} {folder} holds a {kind!r} model, the part that reads alone, and frames that are given are seen "
+            "by the whole; choose text_encoder of the model's pipeline, or leave all of conditions but t2v out"
+        )
     if isinstance(taken.layer, int) and config.num_hidden_layers <= taken.layer:
         raise ValueError(
             f"{option} {folder} has {config.num_hidden_layers} layers, and what this model takes is given by the "
@@ -254,7 +353,7 @@ def _config_of(option: str, folder: str, taken: TextStates) -> Any:
     if isinstance(taken.layer, int) and taken.layer >= 0:
         # What lies above is read by nobody. One layer more, or the state would be behind the last norm.
         config.num_hidden_layers = taken.layer + 1
-    return config
+    return described if taken.picture else config
 
 
 def _has_vocabulary(folder: Path) -> bool:
@@ -296,7 +395,8 @@ def _load(
     connectors = None
     if taken.connectors:
         connectors = _load_connectors(config, taken, dtype, device)
-    return TextEncoder(tokenizer, model, taken.length or config.length, taken, option, connectors)
+    processor = processor_of(path) if taken.picture else None
+    return TextEncoder(tokenizer, model, taken.length or config.length, taken, option, connectors, processor)
 
 
 def _load_connectors(

@@ -130,6 +130,8 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         text=TextConfig(
             length=512 if config.image.is_used else 8,
             width=36 if build.recipe_of(config.model).makes_sound else 32,
+            # What frames it has seen is not known beforehand.
+            cache=not build.texts_of(config)[0].picture,
         ),
         image=ImageConfig(width=16 if config.image.is_used else 0),
         conditions=conditions,
@@ -224,6 +226,8 @@ class TrueSize:
     texts: Sequence[TextShape]
     # Latents [1, C, L, M] of its sound, where the model makes sound.
     sound: torch.Tensor | None
+    # The most states that frames which are given have among those of a caption.
+    picture_tokens: int
 
     @classmethod
     def of(cls, config: TrainConfig) -> TrueSize:
@@ -232,14 +236,15 @@ class TrueSize:
         # With buckets, of the one that takes the most memory.
         largest = max(config.data.sizes, key=lambda size: size.num_frames * size.height * size.width)
         latents = latent_shape(codec, largest.num_frames, largest.height, largest.width)
-        texts = text_shapes(config.text, build.recipe_of(config.model).text)
+        texts = text_shapes(config.text, build.texts_of(config))
         arguments = build.model_arguments(config, codec, texts)
         condition = build.condition_of_one(config, codec, latents)
         batch_size = largest.batch_size or config.data.batch_size
         plan = config.plans.get(largest, config.plan)
         compression = codec.spatial, codec.latent_frames
         sound = build.sound_of_one(config, largest.num_frames)
-        return cls(config, plan, arguments, latents, condition, *compression, batch_size, texts, sound)
+        more = build.picture_tokens_of(config, largest.height, largest.width)
+        return cls(config, plan, arguments, latents, condition, *compression, batch_size, texts, sound, more)
 
     def model(self) -> nn.Module:
         model: nn.Module = build.model_class(self.config.model).from_config(self.arguments)
@@ -258,19 +263,21 @@ class TrueSize:
                 given=None if given is None else given.expand(batch, -1),
                 pictures=None if pictures is None else torch.ones(batch, *pictures.shape[1:], dtype=dtype),
                 marks=None if marks is None else torch.zeros(batch, *marks.shape[1:], dtype=dtype),
+                ends=None if condition.ends is None else condition.ends * batch,
             )
         sound = None if self.sound is None else torch.randn(batch, *self.sound.shape[1:], dtype=dtype)
+        texts = [TextShape(length + self.picture_tokens, width) for length, width in self.texts]
         return Inputs(
             latents=torch.randn(batch, *self.latents, dtype=dtype),
             timestep=self.times(batch),
-            texts=[torch.randn(batch, *each, dtype=dtype) for each in self.texts],
-            text_masks=[torch.ones(batch, each.length, dtype=torch.bool) for each in self.texts],
+            texts=[torch.randn(batch, *each, dtype=dtype) for each in texts],
+            text_masks=[torch.ones(batch, each.length, dtype=torch.bool) for each in texts],
             condition=condition,
             spatial=self.spatial,
             latent_frames=self.latent_frames,
             config=build.all_arguments(self.config.model) | self.arguments,
             sound=sound,
-            num_tokens=[[each.length] * batch for each in self.texts],
+            num_tokens=[[each.length] * batch for each in texts],
         )
 
     def times(self, batch: int) -> torch.Tensor:

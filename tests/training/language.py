@@ -7,7 +7,7 @@ import torch
 import transformers
 from diffusers.pipelines.ltx2 import LTX2TextConnectors
 
-from opensora_accel.training.captions import TextEncoder
+from opensora_accel.training.captions import VISION_TOKENS, TextEncoder
 
 
 class Processor(transformers.PreTrainedTokenizerFast):
@@ -118,17 +118,34 @@ def qwen2(taken, length, captions):
 
 def qwen3(taken, length, captions):
     """Of more layers than the state is from, and the whole that it is the reading part of, which sees pictures too."""
-    tokenizer = words_of(taken.template, captions)
+    tokenizer = words_of(taken.template, [*captions, taken.picture.format(1), taken.picture.format(2)])
+    tokenizer.add_special_tokens({"additional_special_tokens": VISION_TOKENS})
+    start, pad, end = tokenizer.convert_tokens_to_ids(VISION_TOKENS)
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     options = {"num_key_value_heads": 2, "head_dim": 8, "rope_parameters": rope}
     reading = small_config("Qwen3VLText", tokenizer, num_hidden_layers=52, **options)
     sizes = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
     config = transformers.Qwen3VLConfig(
         text_config=reading.to_dict(),
-        vision_config={**sizes, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        vision_config={
+            **sizes,
+            "patch_size": 8,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 16,
+        },
+        image_token_id=pad,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
     )
     whole = transformers.Qwen3VLForConditionalGeneration(config).double().eval()
     return TextEncoder(tokenizer, whole.model.language_model, length, taken), whole
+
+
+def qwen_frames():
+    """What prepares frames for it, of sides of 16 pixels to a token."""
+    return transformers.Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 16 * 16, "longest_edge": 64 * 64}, patch_size=8
+    )
 
 
 def byt5(taken):

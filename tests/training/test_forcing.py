@@ -155,7 +155,7 @@ def test_a_sample_beside_a_frame_with_noise_on_it_is_the_pipelines(frame_rate, m
     given = {"image": Image.fromarray(frames[0, 0].numpy()), "ar_step": 2, "addnoise_condition": 20}
     with without_rounding():
         expected = by_pipeline(made, noise, "latent", CAPTIONS[:1], **given, fps=int(frame_rate))
-        condition, _ = objective.encode_condition(["i2v_head"], frames, noise, [Clip("", 0, size)])
+        condition, _ = objective.encode_condition(["i2v_head"], frames, noise, [Clip("", 0, size)], [0])
         (found,) = sample_latents(objective, [noise], CAPTIONS[:1], size, condition)
         objective.frame_rate = 40.0 - frame_rate
         (other,) = sample_latents(objective, [noise], CAPTIONS[:1], size, condition)

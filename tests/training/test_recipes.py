@@ -117,7 +117,7 @@ def test_a_sample_that_begins_with_a_frame_is_the_pipelines(name, monkeypatch):
             {"latents": None} if "LTX" in name or "Kandinsky" in name else {}
         )
         expected = by_pipeline(made, noise, "latent", CAPTIONS[:1], **given)
-        condition, _ = made.objective.encode_condition(["i2v_head"], frames, noise, [Clip("", 0, size)])
+        condition, _ = made.objective.encode_condition(["i2v_head"], frames, noise, [Clip("", 0, size)], [0])
         (found,) = sample_latents(made.objective, [noise], CAPTIONS[:1], made.bucket, condition)
         other = condition._replace(latents=torch.zeros_like(condition.latents))
         (without,) = sample_latents(made.objective, [noise], CAPTIONS[:1], made.bucket, other)
@@ -165,7 +165,7 @@ def test_a_sample_that_follows_a_control_is_the_pipelines(kind, follows, monkeyp
     with without_rounding():
         expected = by_pipeline(made, noise, "latent", CAPTIONS[:1], **given)
         by_its_pipeline = called[0]["control_hidden_states"]
-        condition, whole = objective.encode_condition([kind], frames, noise, [clip], control)
+        condition, whole = objective.encode_condition([kind], frames, noise, [clip], [0], control)
         (found,) = sample_latents(objective, [noise], CAPTIONS[:1], size, condition)
         (without,) = sample_latents(objective, [noise], CAPTIONS[:1], size)
     assert condition.latents.shape == (1, 96, *made.shape[1:])
@@ -231,7 +231,7 @@ def test_a_sample_with_sound_that_begins_with_a_frame_is_the_pipelines(name, mon
     given |= {"audio_latents": noise[1].transpose(1, 2).flatten(2) * std + mean}
     with without_rounding():
         expected = by_pipeline(made, noise[0], "latent", CAPTIONS[:1], whole=True, **given)
-        condition, _ = objective.encode_condition(["i2v_head"], frames, noise[0], [Clip("", 0, size)])
+        condition, _ = objective.encode_condition(["i2v_head"], frames, noise[0], [Clip("", 0, size)], [0])
         found = sample_latents(objective, noise, CAPTIONS[:1], size, condition)
         without = sample_latents(objective, noise, CAPTIONS[:1], size)
         clips = pipeline._denormalize_latents(found[0], *statistics)

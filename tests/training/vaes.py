@@ -123,7 +123,7 @@ def minimax_h3_vae():
     sizes = {
         "block_out_channels": (8, 8, 8),
         "spatial_downsample_factors": (2, 2, 1),
-        "temporal_downsample_factors": (1, 2, 2),
+        "temporal_downsample_factors": (2, 2, 1),
         "layers_per_block": 1,
         "norm_num_groups": 4,
     }

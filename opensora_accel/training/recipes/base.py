@@ -15,6 +15,7 @@ against the family's own pipeline in diffusers: from the same weights and noise 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -63,6 +64,8 @@ class Inputs:
     sound: Tensor | None = None
     # How many states of each caption are its own, of each encoder; none where the model need not know.
     num_tokens: Sequence[Sequence[int]] = ()
+    # Bool [B, L]: which states of the first encoder are those of frames that it has seen; None where it sees none.
+    seen: Tensor | None = None
 
     @property
     def text(self) -> Tensor:
@@ -138,6 +141,7 @@ class Inputs:
                 condition=None if self.condition is None else self.condition.rows(one),
                 sound=None if self.sound is None else self.sound[one],
                 num_tokens=[lengths[one] for lengths in self.num_tokens],
+                seen=None if self.seen is None else self.seen[one, : ends[0]],
             )
 
 
@@ -266,10 +270,19 @@ class Recipe:
                 timestep=self.levels.numbers(times, inputs.alpha),
             )
         latents = inputs.latents
+        in_rows = None
         if inputs.condition is not None:
-            latents = inputs.condition.put(latents)
+            latents, in_rows = inputs.condition.put(latents), inputs.condition.in_rows()
         if self.layout == "tokens":
-            latents = to_patches(latents, patches_of(inputs.config))
+            # Rows of their own come first.
+            latents = torch.cat(
+                [
+                    to_patches(each, patches_of(inputs.config))
+                    for each in (in_rows, latents)
+                    if each is not None
+                ],
+                dim=1,
+            )
         elif self.layout == "frames":
             latents = latents.transpose(1, 2)
         elif self.layout == "channels last":
@@ -302,7 +315,8 @@ class Recipe:
 
     def _velocity(self, answer: Tensor, inputs: Inputs) -> Tensor:
         if self.layout == "tokens":
-            answer = from_patches(answer, inputs.latents, patches_of(inputs.config))
+            of_clip = answer[:, -math.prod(inputs.grid) :]
+            answer = from_patches(of_clip, inputs.latents, patches_of(inputs.config))
         elif self.layout == "frames":
             answer = answer.transpose(1, 2)
         elif self.layout == "channels last":

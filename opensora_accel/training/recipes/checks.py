@@ -36,6 +36,11 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
             f"{family} follows no controls; leave data.controls out, or choose a model that does: "
             "WanVACETransformer3DModel"
         )
+    if config.conditions.are_used and recipe.text[0].picture and config.text.cache:
+        raise ValueError(
+            f"{family}'s encoder of captions sees the frames that are given, and text.cache embeds captions alone, at "
+            "the start; set text.cache to False, and cache_folder to keep what the encoder gave"
+        )
     _check_pictures(family, recipe.pictures, config)
     _check_forcing(family, recipe, config)
     if config.model.path and Path(config.model.path).resolve().name == "transformer_ref":

@@ -13,19 +13,25 @@ A second is 40 long, as many as there are positions of sound. Times run from noi
 point there; the sampler shifts those of clips by 12 and those of sound by 3, of the same share of its way. So does
 training.
 
+Where the first frame is given, the last, or both, each is encoded alone, and has rows behind the caption's, at the
+place of its frame in time and almost without noise. The caption begins with what its encoder sees of them:
+
+    0…18         "<Picture 1>: ", 4 parts of the frame between two marks, caption
+    19…24        first frame        19 (the last: 19 + 5/3 · 21)            0.999, or the clip's where that is more
+
 Rows have no batch: what differs between two clips (time, length of the caption) is the model's for all of a call, which
 therefore takes one clip.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from opensora_accel.training.captions import TextStates
+from opensora_accel.training.conditions import Conditioning
 from opensora_accel.training.flow import TIMESTEPS, shifted
 from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes
 from opensora_accel.training.sound import SoundShape, SoundTokens
@@ -52,30 +58,61 @@ def _sound(inputs: Inputs) -> Tensor:
 
 
 def _timestep(inputs: Inputs) -> Tensor:
-    """[2], the times of the clip and of its sound, from 0 (noise) to 1."""
+    """[3], the times of the clip, of its sound and of frames that are given, from 0 (noise) to 1; else [2]."""
     time = inputs.timestep / TIMESTEPS
-    return 1 - torch.cat([time, shifted(time, _SOUND.alpha(inputs.alpha))])
+    times = [time, shifted(time, _SOUND.alpha(inputs.alpha))]
+    if inputs.condition is not None:
+        times.append(time.clamp(max=inputs.condition.timestep / TIMESTEPS))
+    return 1 - torch.cat(times)
 
 
-def _counts(inputs: Inputs) -> tuple[int, int, int]:
-    """Rows of the caption, of sound and of the clip."""
+def _ends(inputs: Inputs) -> list[int]:
+    """Which ends of the clip are given, 0 and 1."""
+    if inputs.condition is None or inputs.condition.ends is None:
+        return []
+    (given,) = inputs.condition.ends
+    return given.numbers
+
+
+def _counts(inputs: Inputs) -> tuple[int, int, int, int]:
+    """Rows of the caption, of frames that are given, of sound and of the clip."""
     assert inputs.sound is not None
-    return inputs.text.size(1), inputs.sound.size(2) * inputs.sound.size(3), math.prod(inputs.grid)
+    of_time, down, across = inputs.grid
+    return (
+        inputs.text.size(1),
+        len(_ends(inputs)) * down * across,
+        inputs.sound.size(2) * inputs.sound.size(3),
+        of_time * down * across,
+    )
 
 
-def _of_kinds(inputs: Inputs, of_text: int, of_sound: int, of_clip: int) -> Tensor:
+def _of_kinds(inputs: Inputs, *of_kinds: int) -> Tensor:
     """[rows], a number for each kind of row."""
-    numbers = zip(_counts(inputs), (of_text, of_sound, of_clip), strict=True)
+    numbers = zip(_counts(inputs), of_kinds, strict=True)
     return torch.cat(
         [torch.full((count,), number, device=inputs.latents.device) for count, number in numbers]
     )
 
 
-def _rows(inputs: Inputs, kind: int) -> Tensor:
-    """[n], which rows the caption (0), the sound (1) or the clip (2) has."""
-    counts = _counts(inputs)
-    first = sum(counts[:kind])
-    return torch.arange(first, first + counts[kind], device=inputs.latents.device)
+def _tags(inputs: Inputs) -> Tensor:
+    """[rows]; what the encoder has seen of a frame counts as the clip's."""
+    tags = _of_kinds(inputs, _TAG_TEXT, _TAG_CLIP, _TAG_SOUND, _TAG_CLIP)
+    if inputs.seen is not None:
+        of_text = tags[: inputs.text.size(1)]
+        of_text[inputs.seen[0]] = _TAG_CLIP
+    return tags
+
+
+def _rows(inputs: Inputs, *kinds: int) -> Tensor:
+    """[n], which rows the caption (0), frames that are given (1), the sound (2) or the clip (3) have."""
+    counts, device = _counts(inputs), inputs.latents.device
+    firsts = [sum(counts[:kind]) for kind in kinds]
+    return torch.cat(
+        [
+            torch.arange(first, first + counts[kind], device=device)
+            for first, kind in zip(firsts, kinds, strict=True)
+        ]
+    )
 
 
 def _side(size: int, other: int, num_patches: int, device: torch.device) -> Tensor:
@@ -107,8 +144,11 @@ def _places(inputs: Inputs) -> Tensor:
     channels = [
         places(length + numbers(inputs.sound.size(2)), zero, edge) for edge in edges[: inputs.sound.size(3)]
     ]
-    clip = places(length + before * (_SECOND / inputs.frame_rate), rows, columns)
-    return torch.cat([places(numbers(length), zero, zero), *channels, clip])
+    per_frame = _SECOND / inputs.frame_rate
+    clip = places(length + before * per_frame, rows, columns)
+    last = inputs.latent_frames.num_frames(of_time) - 1
+    given = [places(length + zero + end * last * per_frame, rows, columns) for end in _ends(inputs)]
+    return torch.cat([places(numbers(length), zero, zero), *given, *channels, clip])
 
 
 def _derive(sizes: Sizes) -> dict[str, Any]:
@@ -127,13 +167,13 @@ RECIPE = Recipe(
         "audio_hidden_states": _sound,
         "encoder_hidden_states": "text",
         "timestep": _timestep,
-        # Which of the two times a row has.
-        "timestep_indices": lambda inputs: _of_kinds(inputs, 0, 1, 0),
-        "token_tags": lambda inputs: _of_kinds(inputs, _TAG_TEXT, _TAG_SOUND, _TAG_CLIP),
+        # Which of the times a row has.
+        "timestep_indices": lambda inputs: _of_kinds(inputs, 0, 2, 1, 0),
+        "token_tags": _tags,
         "position_ids": _places,
         "text_indices": lambda inputs: _rows(inputs, 0),
-        "audio_indices": lambda inputs: _rows(inputs, 1),
-        "video_indices": lambda inputs: _rows(inputs, 2),
+        "audio_indices": lambda inputs: _rows(inputs, 2),
+        "video_indices": lambda inputs: _rows(inputs, 1, 3),
     },
     derive=_derive,
     layout="tokens",
@@ -145,8 +185,11 @@ RECIPE = Recipe(
             reads=lambda caption: caption or " ",
             layer=50,
             special_tokens=False,
+            picture="<Picture {}>: ",
         ),
     ),
+    # Noise and seed are those of its pipeline (keyframe_noise_aug, keyframe_encode_seed).
+    frames=(Conditioning("rows", timestep=1.0, drawn=42),),
     takes_frame_rate=True,
     sound=_SOUND,
     packs=True,
