@@ -35,6 +35,7 @@ REPOSITORIES = {
     "simpletuner.md": "SimpleTuner",
     "nemo_automodel.md": "Automodel",
     "fastvideo.md": "FastVideo",
+    "verl_omni.md": "verl-omni",
 }
 # Where each page's new file lies in the checkout.
 POLICY_FILES = {
@@ -54,7 +55,7 @@ ALSO_PATCHED = {
     ),
 }
 MOST_LINES_OF_A_PATCH, MOST_LINES_OF_A_POLICY = 15, 40
-NUMBERS = {"ten": 10, "thirteen": 13, "fifteen": 15}
+NUMBERS = {"nine": 9, "ten": 10, "thirteen": 13, "fifteen": 15}
 CHECKED_OUT = pytest.mark.skipif(
     CHECKOUTS is None, reason="OPENSORA_ACCEL_TRAINERS names no folder of checkouts"
 )
