@@ -46,6 +46,7 @@ from opensora_accel.training.sections import DataConfig, ModelConfig
 from opensora_accel.training.sound import sound_shape
 from opensora_accel.training.text_encoders import picture_tokens
 from opensora_accel.weights import load_weights
+from shardformer.engine import frozen_dtype
 from shardformer.policy import model_names
 
 logger = logging.getLogger(__name__)
@@ -458,10 +459,8 @@ def _check_memory(
     available = psutil.virtual_memory().available
     num_parameters = sum(parameter.numel() for parameter in outline.parameters())
     num_elements = num_parameters + sum(buffer.numel() for buffer in outline.buffers())
-    # Frozen weights are kept in what they are computed in.
-    is_narrow = config.lora.is_used and config.plan.precision == "bf16"
-    of_whole = torch.bfloat16.itemsize if is_narrow else dtype.itemsize
-    of_base = {"whole": of_whole, "int8": 1, "nf4": 0.5}[config.lora.base]
+    of_whole = frozen_dtype(config.plan) if config.lora.is_used else dtype
+    of_base = {"whole": of_whole.itemsize, "int8": 1, "nf4": 0.5}[config.lora.base]
     needed = of_base * num_elements * num_ranks // config.plan.num_shards
     if any(gather_objects(needed > available)):
         raise ValueError(

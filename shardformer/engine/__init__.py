@@ -3,6 +3,7 @@
 from shardformer.engine.agreement import Summary, is_real, named_values, summarise
 from shardformer.engine.apply import (
     blocks_of,
+    frozen_dtype,
     norms_of,
     parallelize,
     run_blocks,
@@ -15,6 +16,7 @@ from shardformer.engine.decisions import sum_over_tokens
 __all__ = [
     "Summary",
     "blocks_of",
+    "frozen_dtype",
     "is_real",
     "named_values",
     "norms_of",

@@ -201,8 +201,8 @@ def parallelize(
     with resume_recording(model):  # of a model that waits for its weights
         if any(p.is_floating_point() and p.dtype != weight_dtype(plan) for p in model.parameters()):
             model.to(weight_dtype(plan))
-        if plan.precision == "bf16":
-            _narrow_frozen(model)
+        if frozen_dtype(plan) != weight_dtype(plan):
+            _narrow_frozen(model, frozen_dtype(plan))
     if not is_deferred(model):
         model.to(device)
     if plan.precision == "fp64":
@@ -215,8 +215,8 @@ def parallelize(
     return model, nn.parallel.DistributedDataParallel(model, device_ids=devices, process_group=group)
 
 
-def _narrow_frozen(model: nn.Module) -> None:
-    """Gives frozen weights the bf16 that they are computed in, but for those that the model's class keeps in fp32."""
+def _narrow_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives frozen weights in fp32 the type that they are computed in, but for those that their class keeps so."""
     from opensora_accel.fsdp import kept_in_fp32  # not before bf16 needs torch's FSDP
 
     kept, narrowed = kept_in_fp32(model), dict[int, nn.Parameter]()
@@ -225,13 +225,18 @@ def _narrow_frozen(model: nn.Module) -> None:
             is_narrowed = not parameter.requires_grad and parameter.dtype == torch.float32
             if is_narrowed and id(parameter) not in kept:
                 # Tied parameters stay one.
-                narrow = nn.Parameter(parameter.to(torch.bfloat16), requires_grad=False)
+                narrow = nn.Parameter(parameter.to(dtype), requires_grad=False)
                 setattr(module, name, narrowed.setdefault(id(parameter), narrow))
 
 
 def weight_dtype(plan: Plan) -> torch.dtype:
     """The type of the weights in training; bf16 computes in bf16 on fp32 weights."""
     return _DTYPES[plan.precision]
+
+
+def frozen_dtype(plan: Plan) -> torch.dtype:
+    """The type of weights that are not trained: what is computed in."""
+    return torch.bfloat16 if plan.precision == "bf16" else weight_dtype(plan)
 
 
 def _check_kinds(model: object, plan: object) -> None:

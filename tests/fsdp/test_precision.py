@@ -124,7 +124,7 @@ def step_of_adapters(plan, narrow):
 
     init_parallel(plan)
     inputs, target = batch(0, 0, slice(0, 2), torch.float32)
-    with mock.patch.object(apply, "_narrow_frozen", apply._narrow_frozen if narrow else lambda _model: None):
+    with mock.patch.object(apply, "_narrow_frozen", apply._narrow_frozen if narrow else lambda *_: None):
         model, forward = shardformer.parallelize(adapted(), plan, torch.device("cpu"))
     (out,) = forward(**inputs, return_dict=False)
     (out.float() - target).square().mean().backward()
