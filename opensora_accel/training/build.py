@@ -153,7 +153,6 @@ def _hint(argument: str, recipe: Recipe, codec: Codec) -> str:
         "image_dim": pictures,
         "added_kv_proj_dim": pictures,
         "image_embed_dim": pictures,
-        "image_condition_type": not_yet,
         "text_embed_dim_t5": " (the trainer's recipe is for those of one encoder, as EasyAnimate 5.1)",
         "visual_cond": " (the trainer's recipe is for those that have channels for frames that are given)",
         "task_type": " (conditions.i2v_head and image.path train one that begins with a frame)",
@@ -218,11 +217,11 @@ def inputs_of_one(
     arguments: Mapping[str, Any],
 ) -> Inputs:
     """What a model is called with for one clip, of latents [C, t, h, w] of this shape, and the longest caption."""
-    more = picture_tokens_of(config, *(size * codec.spatial for size in shape[2:]))
+    texts = with_pictures(texts, picture_tokens_of(config, *(size * codec.spatial for size in shape[2:])))
     return Inputs(
         latents=torch.empty(1, *shape),
         timestep=torch.empty(1, shape[1]) if config.flow.is_forced else torch.empty(1),
-        texts=[torch.empty(1, length + more, width) for length, width in texts],
+        texts=[torch.empty(1, *each) for each in texts],
         text_masks=[torch.ones(1, each.length, dtype=torch.bool) for each in texts],
         condition=condition_of_one(config, codec, shape),
         spatial=codec.spatial,
@@ -230,6 +229,12 @@ def inputs_of_one(
         config=arguments,
         sound=sound_of_one(config, codec.latent_frames.num_frames(shape[1])),
     )
+
+
+def with_pictures(texts: Sequence[TextShape], num_states: int) -> list[TextShape]:
+    """Shapes of captions' states, the first encoder's with so many of frames that it sees."""
+    first, *others = texts
+    return [TextShape(first.length + num_states, first.width), *others]
 
 
 def sound_of_one(config: TrainConfig, num_frames: int) -> Tensor | None:
@@ -356,8 +361,9 @@ def derived_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextSha
 
 def texts_of(config: TrainConfig) -> tuple[TextStates, ...]:
     """What the run's model takes of captions; an encoder sees frames where the run gives them."""
-    taken = recipe_of(config.model).text
-    if config.conditions.are_used:
+    recipe = recipe_of(config.model)
+    taken = recipe.text
+    if config.conditions.are_used or recipe.begins_with_a_frame:
         return taken
     return tuple(dataclasses.replace(each, picture="") for each in taken)
 

@@ -10,6 +10,8 @@ MiniMax H3 reads the frames that are given too. Of a clip of 768 × 1,344 pixels
 
     "<Picture 1>: " + a mark, 24 · 42 tokens of the frame, a mark + "a rabbit yawns"
         → 6 + 1010 + 5 tokens → their states, [1021, 5120], of which 1010 count as rows of a clip
+
+HunyuanVideo from a first frame has it in the template (`llava`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,20 @@ _LEAST_DEVIATION = 1e-8
 _TOLD_APART = 1000
 # What stands around a frame, and for each of its parts, in what Qwen's models read.
 VISION_TOKENS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+
+
+@dataclass(frozen=True)
+class InTemplate:
+    """How an encoder sees the first frame of a clip, which stands in its template."""
+
+    # The token that stands for it there.
+    token: str
+    # Of its states, before those of the caption, every so manieth is taken; and of the black one of an empty caption.
+    step: int
+    step_of_empty: int
+    # The token that ends the mark of who speaks; of the last such mark, so many tokens, no states are taken.
+    end_of_mark: str = ""
+    mark_length: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,8 +84,8 @@ class TextStates:
     # clips and for sound. It lies in `text.path_2`. Padding becomes states that it has learned, which the model sees.
     connectors: tuple[str, ...] = ()
     # What is read before each frame that is given, with its number in place of {}, of an encoder that sees frames among
-    # its tokens; the caption follows as it is. Empty where it sees none.
-    picture: str = ""
+    # its tokens; the caption follows as it is. Or how it sees the first one in the template. Empty where it sees none.
+    picture: str | InTemplate = ""
 
     @property
     def sees_padding(self) -> bool:
@@ -79,14 +95,19 @@ class TextStates:
     @property
     def of_small_encoder(self) -> TextStates:
         """Those of an encoder that is drawn: it has learned no template."""
+        template, skipped, picture = "{}", 0, self.picture
+        if isinstance(picture, InTemplate):
+            template, skipped = picture.token + template, 1
+            picture = dataclasses.replace(picture, end_of_mark="", mark_length=0)
         return dataclasses.replace(
             self,
             encoders=("t5",),
-            template="{}",
-            skipped=0,
+            template=template,
+            skipped=skipped,
             keeps_first=False,
             layer=None,
             special_tokens=True,
+            picture=picture,
         )
 
     def text_of(self, caption: str) -> str | None:
@@ -186,6 +207,7 @@ class TextEncoder:
 
     def _before(self, frames: Tensor) -> tuple[list[int], list[bool]]:
         """Ids of what is read before a caption, of frames [n, H, W, 3], and which of them are a frame's."""
+        assert isinstance(self.taken.picture, str)
         start, pad, end = self.tokenizer.convert_tokens_to_ids(VISION_TOKENS)
         of_frame = [start, *[pad] * num_picture_tokens(self.processor, *frames.shape[1:3]), end]
         ids, are_seen = [], []
@@ -194,6 +216,10 @@ class TextEncoder:
             ids += [*label, *of_frame]
             are_seen += [False] * len(label) + [True] * len(of_frame)
         return ids, are_seen
+
+    def shown(self, caption: str, frames: Tensor | None) -> Tensor | None:
+        """Of the frames of a clip with this caption, uint8 [n, H, W, 3], what the encoder sees."""
+        return frames
 
     def are_seen(self, frames: Sequence[Tensor]) -> list[list[bool]]:
         """Which of the states before each caption are those of its frames, uint8 [n, H, W, 3]; none without frames."""
@@ -234,7 +260,7 @@ class TextEncoder:
             image_grid_thw=seen["image_grid_thw"].to(device),
             output_hidden_states=True,
         )
-        return _states_of(output, self.taken.layer)[0].to(dtype)
+        return states_of(output, self.taken.layer)[0].to(dtype)
 
     def _encode(self, caption: str, device: torch.device, dtype: torch.dtype) -> Tensor:
         """[1, length, width]."""
@@ -259,7 +285,7 @@ class TextEncoder:
             # T5 has none; what it makes of the mark at the end of a caption stands for it.
             state = output.last_hidden_state[:, int(mask.sum()) - 1] if pooled is None else pooled
             return state.unsqueeze(1).to(dtype)
-        states = _states_of(output, taken.layer)
+        states = states_of(output, taken.layer)
         skipped = self.skipped(caption)
         states, mask = (
             torch.cat([each[:, : skipped.start], each[:, skipped.stop :]], dim=1) if skipped else each
@@ -327,15 +353,13 @@ class TextEncoder:
                 "template that they are read in; set it higher"
             )
         if self.processor is not None:
-            pad, known = (
-                self.tokenizer.convert_tokens_to_ids(VISION_TOKENS[1]),
-                self.model.config.image_token_id,
-            )
-            if pad != known:
+            picture = self.taken.picture
+            name = picture.token if isinstance(picture, InTemplate) else VISION_TOKENS[1]
+            own, known = self.tokenizer.convert_tokens_to_ids(name), self.model.config.image_token_id
+            if own != known:
                 raise ValueError(
-                    f"the tokenizer of {self.option} is of another encoder: a frame's token {VISION_TOKENS[1]} is its "
-                    f"{pad}, and the encoder's {known}; give a --{self.option} whose tokenizer and encoder belong "
-                    "together"
+                    f"the tokenizer of {self.option} is of another encoder: a frame's token {name} is its {own}, and "
+                    f"the encoder's {known}; give a --{self.option} whose tokenizer and encoder belong together"
                 )
         different = sorted({caption for caption in captions if caption.strip()})[:_TOLD_APART]
         words = sorted({word for caption in different for word in caption.split()})[:_TOLD_APART]
@@ -379,7 +403,7 @@ def width_of(config: Any, taken: TextStates) -> int:
     return width * int(config.num_hidden_layers) if taken.layer == "all" else width
 
 
-def _states_of(output: Any, layer: int | Literal["all"] | None) -> Tensor:
+def states_of(output: Any, layer: int | Literal["all"] | None) -> Tensor:
     """[1, L, width] of what an encoder gives."""
     if layer is None:
         states: Tensor = output.last_hidden_state

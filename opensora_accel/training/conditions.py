@@ -28,6 +28,9 @@ Its encoder of captions reads them too:
 Kandinsky 5 takes it there too, at one time t, and is told where by a channel behind 16 of zeros. Cosmos-Predict has
 that channel alone, and times of latent frames, next to 0 where it is given.
 
+HunyuanVideo's models from a first frame begin every clip with it: in further channels, or in the place of the first
+latent frame, to which the model itself gives time 0.
+
 VACE takes it in a branch of its own, whose states are added to those of its blocks. There a clip is in two: what is
 kept of it, and what is to be made, where a control (pose, depth, edges) stands if there is one:
 
@@ -76,7 +79,8 @@ class Condition(NamedTuple):
     in_branch: bool = False
     # Which ends of each clip are given, where they stand in rows of their own; latents of the others are not looked at.
     ends: list[Given] | None = None
-    # uint8 [B, 2, H, W, 3], the first and the last frame, where the encoder of captions sees those that are given.
+    # uint8 [B, 2, H, W, 3], the first and the last frame, where the encoder of captions sees those that are given; of a
+    # model that begins every clip with its first frame that alone, [B, 1, H, W, 3].
     frames: Tensor | None = None
 
     def put(self, noisy: Tensor) -> Tensor:
@@ -107,8 +111,10 @@ class Condition(NamedTuple):
 
     def shown(self) -> list[Tensor] | None:
         """uint8 [n, H, W, 3] of each clip, what the encoder of captions sees; None where it sees nothing."""
-        if self.frames is None or self.ends is None:
+        if self.frames is None:
             return None
+        if self.ends is None:
+            return list(self.frames)
         return [frames[given.numbers] for frames, given in zip(self.frames, self.ends, strict=True)]
 
     @property
@@ -180,6 +186,8 @@ class Conditioning:
     timestep: float = 0.0
     # What the VAE gives of a frame is drawn by this seed and rounded to fp16, as a pipeline does; None is its mode.
     drawn: int | None = None
+    # The first frame of every clip is given, and nothing else ever.
+    always_first: bool = False
 
     @property
     def has_channels(self) -> bool:

@@ -234,7 +234,7 @@ class StoredCaptions:
         """`needed` are the captions that will be asked for; once all are stored, the encoder is released."""
         self.tokenizer, self.tokens, self.shape = outline.tokenizer, outline.tokens, outline.shape
         self.dtype, self.num_tokens, self._skipped = outline.dtype, outline.num_tokens, outline.skipped
-        self.are_seen = outline.are_seen
+        self.are_seen, self._shown = outline.are_seen, outline.shown
         self._encoder = OnDemand(lambda: stored.unchanged(build))
         self._needed, self._stored = set(needed), stored
 
@@ -262,6 +262,7 @@ class StoredCaptions:
 
     def _rows(self, caption: str, frames: Tensor | None, device: torch.device) -> Tensor:
         """[tokens of the caption, and of the frames before it, width] on the host, in the encoder's type."""
+        frames = self._shown(caption, frames)
         ids, mask = self.tokens(caption, frames)
         before = None if frames is None else [frames]
         (count,) = self.num_tokens([caption], before)

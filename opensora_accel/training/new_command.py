@@ -47,6 +47,8 @@ _PUBLISHED = {
     # Each of its kinds lies on a branch.
     "cosmos-predict2.5-2b": "nvidia/Cosmos-Predict2.5-2B --revision diffusers/base/post-trained",
     "hunyuan-video": "hunyuanvideo-community/HunyuanVideo",
+    "hunyuan-video-i2v": "hunyuanvideo-community/HunyuanVideo-I2V",
+    "hunyuan-video-i2v-33ch": "hunyuanvideo-community/HunyuanVideo-I2V-33ch",
     "kandinsky-5-lite": "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers",
     "minimax-h3": "MiniMaxAI/MiniMax-H3",
     "skyreels-v2-df": "Skywork/SkyReels-V2-DF-14B-540P-Diffusers",
@@ -199,6 +201,7 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
     # Whose weights do not say it.
     name = str(index.get("_class_name"))
     takes_frames = takes_frames or bool(recipe.frames and ("I2V" in name or "VideoToWorld" in name))
+    takes_frames = takes_frames or recipe.begins_with_a_frame
     lines += [
         ("data.folder", data, "videos, with metadata.jsonl or a .txt beside each"),
         (
@@ -241,6 +244,8 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
             ("conditions.t2v", 0.0, "no clip is made from its caption alone"),
             ("conditions.i2v_head", 1.0, "the first frame of each clip is given"),
         ]
+        if recipe.text[0].picture:
+            lines.append(("text.cache", False, "what the encoder says of a caption depends on the frame"))
         if sees_pictures:
             lines.append(("image.path", str(folder / "image_encoder"), "what an image encoder sees of it"))
     if recipe.follows_controls:

@@ -315,14 +315,19 @@ class Objective:
     def _see(
         self, captions: Sequence[str], frames: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[list[int]], Tensor]:
-        """States [B, L, width] of captions and the frames before them, how many each has, and which are the frames'."""
-        (text,) = self.texts
+        """States [B, L, width] of captions, with the frames that the first encoder sees, how many each has, and which
+        of the first encoder's are the frames'."""
+        text, *others = self.texts
         assert not isinstance(text, EmbeddedCaptions), "it knows no frames; text.cache is refused"
         states = text.encode(captions, self.device, self.dtype, frames)
         seen = torch.zeros(states.shape[:2], dtype=torch.bool)
         for row, marks in zip(seen, text.are_seen(frames), strict=True):
             row[: len(marks)] = torch.tensor(marks, dtype=torch.bool)
-        return [states], [text.num_tokens(captions, frames)], seen.to(self.device)
+        return (
+            [states, *(each.encode(captions, self.device, self.dtype) for each in others)],
+            [text.num_tokens(captions, frames), *(each.num_tokens(captions) for each in others)],
+            seen.to(self.device),
+        )
 
     def sound_alpha(self, bucket: Bucket) -> float:
         """By how much the times of sound are shifted against those of clips of this size."""
@@ -390,7 +395,7 @@ class Objective:
             )
             condition = condition.with_noise(noise, self.conditioning.timestep)
         if self.recipe.text[0].picture:
-            condition = condition._replace(frames=frames[:, [0, -1]])
+            condition = condition._replace(frames=frames[:, [0] if condition.ends is None else [0, -1]])
         if self.pictures is not None:
             shape = len(frames), self.pictures.num_states, self.pictures.width
             # Zeros where the first frame is not given.

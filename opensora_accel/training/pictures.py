@@ -112,7 +112,7 @@ def build_picture_encoder(
             IMAGE_STEM,
             PRETRAINED_DTYPES[config.dtype],
             None if outline else device,
-            prefixes=(_PREFIX,),
+            prefixes={_PREFIX: ""},
         )
         return PictureEncoder(processor, model, taken)
     side = {"height": _SMALL, "width": _SMALL}

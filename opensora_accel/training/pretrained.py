@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -60,7 +61,7 @@ def load_pretrained(
     stem: str,
     dtype: torch.dtype,
     device: torch.device | None,
-    prefixes: Sequence[str] = (),
+    prefixes: Mapping[str, str] = MappingProxyType({}),
 ) -> ModelT:
     """The model of a folder in `dtype`, frozen, as `from_pretrained(folder, dtype=dtype)` of its library gives it.
 
@@ -73,7 +74,7 @@ def load_pretrained(
         stem: how the library names the files of weights.
         device: None leaves it without memory: its sizes are known, and that all of its weights are there. On "meta"
             its sizes are known, and its weights need not be there.
-        prefixes: the first of these that a name in the files begins with is no part of the model's own name.
+        prefixes: the first of these that a name in the files begins with → what the model's own name has there.
 
     Raises:
         ValueError: there are no safetensors, they cannot be read, or weights are missing or of another shape.
@@ -93,7 +94,7 @@ def load_pretrained(
         return model
     try:
         found = find_stored(Path(folder), stem)
-        stored = {_without_prefix(name, prefixes): each for name, each in found.items()}
+        stored = {_own_name(name, prefixes): each for name, each in found.items()}
     except FileNotFoundError as error:
         raise ValueError(
             f"{option} {folder} has no {stem}.safetensors, and weights are read from safetensors alone; save them once "
@@ -119,8 +120,9 @@ def load_pretrained(
     return model.eval().requires_grad_(False)
 
 
-def _without_prefix(name: str, prefixes: Sequence[str]) -> str:
-    return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
+def _own_name(name: str, prefixes: Mapping[str, str]) -> str:
+    found = (own + name.removeprefix(prefix) for prefix, own in prefixes.items() if name.startswith(prefix))
+    return next(found, name)
 
 
 def _keep_in_fp32(model: nn.Module) -> None:

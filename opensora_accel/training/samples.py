@@ -205,7 +205,7 @@ def sample_latents(
         )
     clips, *others = sample(
         guided,
-        [recipe.start(noise[0], times), *noise[1:]],
+        [recipe.start(noise[0], times, condition), *noise[1:]],
         times,
         [1.0, objective.sound_alpha(bucket)][: len(noise)],
     )

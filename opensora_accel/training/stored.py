@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,13 +22,14 @@ from opensora_accel.training import (
     captions,
     codec,
     conditions,
+    llava,
     pictures,
     pretrained,
     shards,
     text_encoders,
     video,
 )
-from opensora_accel.training.captions import TextStates
+from opensora_accel.training.captions import InTemplate, TextStates
 from opensora_accel.training.codec import VAE_STEM
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.disk_cache import DiskCache, code_version
@@ -146,13 +148,18 @@ class Stored:
         """
         states = taken[number]
         packages = ["torch", "transformers", *(["diffusers"] if states.connectors else [])]
-        made_with = _made_with(device, (captions, text_encoders, pretrained), packages)
+        modules = [captions, text_encoders, pretrained]
+        if isinstance(states.picture, InTemplate):
+            modules.append(llava)
+        made_with = _made_with(device, modules, packages)
         common = {"what": "embedding", "length": config.length, "dtype": config.dtype, "made_with": made_with}
         # What it reads is in the tokens.
         common |= {name: getattr(states, name) for name in ("layer", "pooled", "masked", "padding")}
         if states.picture:
             made_with["versions"] |= _made_with(device, (), ("pillow", "numpy"))["versions"]
-            common["processor"] = text_encoders.processor_of(config.path).to_dict()
+            common["processor"] = text_encoders.processor_of(config.path, states).to_dict()
+            if isinstance(states.picture, InTemplate):
+                common["picture"] = dataclasses.asdict(states.picture)
         files = EncoderFiles.read(*text_paths(config, taken)[number], TEXT_STEM)
         if not states.connectors:
             return cls(cache, files, common)

@@ -14,6 +14,7 @@ import torch
 from opensora_accel.documents import read_json
 from opensora_accel.training.captions import (
     VISION_TOKENS,
+    InTemplate,
     TextEncoder,
     TextShape,
     TextStates,
@@ -22,6 +23,7 @@ from opensora_accel.training.captions import (
     width_of_connectors,
 )
 from opensora_accel.training.codec import VAE_STEM
+from opensora_accel.training.llava import LlavaEncoder, picture_states
 from opensora_accel.training.pretrained import (
     PRETRAINED_DTYPES,
     load_pretrained,
@@ -50,6 +52,15 @@ _PREFIXES = {
     "qwen3_vl": ("model.",),
     "qwen3_vl_text": ("model.language_model.", "language_model.", "model."),
     "clip_text_model": ("text_model.",),
+}
+# Or another, in the place of one that the model's own names have.
+_RENAMED = {
+    "llava": {
+        "language_model.model.": "language_model.",
+        "vision_tower.vision_model.": "vision_tower.",
+        "model.vision_tower.vision_model.": "vision_tower.",
+        "model.": "",
+    }
 }
 
 
@@ -126,30 +137,37 @@ def picture_tokens(config: TextConfig, taken: TextStates, height: int, width: in
 
     No tokenizer is looked at: a token has one character, or more.
     """
-    processor = processor_of(config.path) if config.path else _small_processor()
+    if isinstance(taken.picture, InTemplate):
+        sizes = _config_of("text.path", config.path, taken) if config.path else _small_llava(config, 1, 0)
+        return -(-picture_states(sizes) // min(taken.picture.step, taken.picture.step_of_empty))
+    processor = processor_of(config.path, taken) if config.path else _small_processor()
     return len(taken.picture.format(1)) + 2 + num_picture_tokens(processor, height, width)
 
 
-def processor_of(path: str) -> Any:
+def processor_of(path: str, taken: TextStates) -> Any:
     """What prepares frames for the encoder in a folder, whose settings lie in it, or beside it as diffusers has them.
 
     Raises:
         FileNotFoundError, ValueError: there are none, or they do not work.
     """
-    from transformers import Qwen2VLImageProcessorPil
+    from transformers import CLIPImageProcessorPil, Qwen2VLImageProcessorPil
 
+    cls: Any = Qwen2VLImageProcessorPil
+    folder_name = "processor"
+    if isinstance(taken.picture, InTemplate):
+        cls, folder_name = CLIPImageProcessorPil, "image_processor"
     own, absolute = Path(path), Path(os.path.abspath(path))
-    beside = absolute.with_name(absolute.name.replace("text_encoder", "processor"))
+    beside = absolute.with_name(absolute.name.replace("text_encoder", folder_name))
     for file in (folder / name for folder in (own, beside) for name in _PROCESSORS):
         if file.is_file():
             settings = read_json(file, dict[str, Any])
             try:
-                return Qwen2VLImageProcessorPil.from_dict(settings.get("image_processor", settings))
+                return cls.from_dict(settings.get("image_processor", settings))
             except Exception as error:
-                raise unloadable(Qwen2VLImageProcessorPil, "text.path", str(file), error) from error
+                raise unloadable(cls, "text.path", str(file), error) from error
     raise FileNotFoundError(
         f"text.path {own} does not say how frames that are given are prepared: there is no {' or '.join(_PROCESSORS)} "
-        f"in it or in {beside}; copy the folder processor of the pipeline"
+        f"in it or in {beside}; copy the folder {folder_name} of the pipeline"
     )
 
 
@@ -177,6 +195,8 @@ def _small(
         eos_token="</s>",
         unk_token="<unk>",
     )
+    if isinstance(taken.picture, InTemplate):
+        return _small_that_sees_in_template(config, taken, tokenizer, seed, device, dtype)
     if taken.picture:
         return _small_that_sees(config, taken, tokenizer, seed, device, dtype)
     with torch.random.fork_rng(devices=[]):
@@ -239,6 +259,46 @@ def _small_that_sees(
     )
 
 
+def _small_llava(config: TextConfig, vocabulary: int, image_token: int) -> Any:
+    """The configuration of a small LLaVA, of 16 states of a picture."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+
+    sees = CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=2 * _SMALL_SIDE,
+        patch_size=_SMALL_SIDE // 2,
+    )
+    reads = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=config.width,
+        intermediate_size=2 * config.width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    return LlavaConfig(vision_config=sees, text_config=reads, image_token_index=image_token)
+
+
+def _small_that_sees_in_template(
+    config: TextConfig, taken: TextStates, tokenizer: Any, seed: int, device: torch.device, dtype: torch.dtype
+) -> TextEncoder:
+    """A small LLaVA, in place of the small T5."""
+    from transformers import CLIPImageProcessorPil, LlavaModel
+
+    assert isinstance(taken.picture, InTemplate)
+    tokenizer.add_special_tokens({"additional_special_tokens": [taken.picture.token]})
+    described = _small_llava(config, len(tokenizer), tokenizer.convert_tokens_to_ids(taken.picture.token))
+    side = 2 * _SMALL_SIDE
+    processor = CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model: Any = LlavaModel(described)
+    length = taken.length or config.length
+    return LlavaEncoder(tokenizer, model.to(device, dtype), length, taken, processor=processor)
+
+
 def train_tokenizer(captions: Sequence[str]) -> str:
     """A BPE tokenizer over these captions, as the JSON of the `tokenizers` library.
 
@@ -297,6 +357,7 @@ def _classes() -> dict[str, Any]:
         Gemma2Model,
         Gemma3TextModel,
         LlamaModel,
+        LlavaModel,
         Qwen2_5_VLTextModel,
         Qwen2VLTextModel,
         Qwen3VLModel,
@@ -309,6 +370,7 @@ def _classes() -> dict[str, Any]:
         "t5": T5EncoderModel,
         "umt5": UMT5EncoderModel,
         "llama": LlamaModel,
+        "llava": LlavaModel,
         "gemma2": Gemma2Model,
         "gemma3_text": Gemma3TextModel,
         "clip_text_model": CLIPTextModel,
@@ -371,7 +433,8 @@ def _load(
     from transformers import AutoTokenizer
 
     description = _config_of(option, path, taken)
-    cls = _classes()[description.model_type]
+    kind = description.model_type
+    cls = _classes()[kind]
     # Its tokenizer lies in the encoder's own folder, or beside it: diffusers has text_encoder and tokenizer,
     # text_encoder_2 and tokenizer_2.
     own, absolute = Path(path), Path(os.path.abspath(path))
@@ -390,13 +453,14 @@ def _load(
     dtype = PRETRAINED_DTYPES[config.dtype]
     model = load_pretrained(
         cls, lambda: cls(description), option, path, TEXT_STEM, dtype, device,
-        prefixes=_PREFIXES.get(description.model_type, ()),
+        prefixes=_RENAMED.get(kind) or dict.fromkeys(_PREFIXES.get(kind, ()), ""),
     )  # fmt: skip
     connectors = None
     if taken.connectors:
         connectors = _load_connectors(config, taken, dtype, device)
-    processor = processor_of(path) if taken.picture else None
-    return TextEncoder(tokenizer, model, taken.length or config.length, taken, option, connectors, processor)
+    processor = processor_of(path, taken) if taken.picture else None
+    encoder_cls = LlavaEncoder if isinstance(taken.picture, InTemplate) else TextEncoder
+    return encoder_cls(tokenizer, model, taken.length or config.length, taken, option, connectors, processor)
 
 
 def _load_connectors(

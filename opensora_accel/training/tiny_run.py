@@ -266,7 +266,7 @@ class TrueSize:
                 ends=None if condition.ends is None else condition.ends * batch,
             )
         sound = None if self.sound is None else torch.randn(batch, *self.sound.shape[1:], dtype=dtype)
-        texts = [TextShape(length + self.picture_tokens, width) for length, width in self.texts]
+        texts = build.with_pictures(self.texts, self.picture_tokens)
         return Inputs(
             latents=torch.randn(batch, *self.latents, dtype=dtype),
             timestep=self.times(batch),

@@ -8,6 +8,7 @@ import transformers
 from diffusers.pipelines.ltx2 import LTX2TextConnectors
 
 from opensora_accel.training.captions import VISION_TOKENS, TextEncoder
+from opensora_accel.training.llava import LlavaEncoder
 
 
 class Processor(transformers.PreTrainedTokenizerFast):
@@ -178,3 +179,35 @@ def saved_pair(folder, taken, captions, tokenizer, length=96):
         each.model.float().save_pretrained(folder / f"text_encoder{number}")
         each.tokenizer.save_pretrained(folder / f"tokenizer{number}")
     return pair
+
+
+MARKS_OF_LLAMA = [
+    *("<image>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("\n\n", "\n"),
+]
+
+
+def llava(taken, length, captions):
+    """A language model that sees a picture in its template, of 9 parts; `whole` is what its pipeline has."""
+    tokenizer = words_of(taken.template, captions)
+    # As Llama's has them, one token each. Two before every text, so that as many are skipped as of Llama's own.
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS_OF_LLAMA})
+    begin = MARKS_OF_LLAMA[1]
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{begin} {begin} $A", special_tokens=[(begin, tokenizer.convert_tokens_to_ids(begin))]
+    )
+    sees = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**sees, image_size=24, patch_size=8),
+        text_config=small_config("Llama", tokenizer),
+        image_token_index=tokenizer.convert_tokens_to_ids(taken.picture.token),
+        image_seq_length=9,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    whole = transformers.LlavaForConditionalGeneration(config).double().eval()
+    prepares = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": 24}, crop_size={"height": 24, "width": 24}
+    )
+    encoder = LlavaEncoder(tokenizer, whole.model, length, taken, processor=prepares)
+    encoder.whole = whole
+    return encoder

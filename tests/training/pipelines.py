@@ -14,6 +14,7 @@ import diffusers
 import numpy
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video
 
 from opensora_accel.precision import LiftOperations
 from opensora_accel.training import build
@@ -27,7 +28,7 @@ from opensora_accel.training.samples import sample_latents
 from opensora_accel.training.sections import ModelConfig
 from opensora_accel.training.sound import SpectrumVAE
 from opensora_accel.training.text_encoders import build_text_encoder, train_tokenizer
-from tests.training.language import byt5, clip, gemma, gemma3, llama, qwen, qwen2
+from tests.training.language import byt5, clip, gemma, gemma3, llama, llava, qwen, qwen2
 from tests.training.runs import class_of
 from tests.training.vaes import (
     allegro_vae,
@@ -236,8 +237,32 @@ WITH_SOUND = {
 }
 
 
+# The pipeline's own, but for where `language.llava` has the nine parts of a picture.
+OF_PICTURE = pipeline_hunyuan_video_image2video.DEFAULT_PROMPT_TEMPLATE | {
+    "image_emb_start": 6,
+    "image_emb_end": 15,
+    "image_emb_len": 9,
+}
+
+
+def hunyuan_from_frame(kind, **config):
+    given = {"prompt_template": OF_PICTURE}
+    if not config:
+        given["true_cfg_scale"] = GUIDANCE
+    config = {"image_condition_type": kind, **config}
+    return Family(hunyuan_video_vae, {"shift": 7.0}, 7.0, (9, 32, 48), given, config, length=24)
+
+
 # Whose pipeline begins with frames, always.
 WITH_FRAMES = {
+    "HunyuanVideoTransformer3DModel, token_replace": hunyuan_from_frame("token_replace"),
+    "HunyuanVideoTransformer3DModel, token_replace, distilled": hunyuan_from_frame(
+        "token_replace", guidance_embeds=True
+    ),
+    "HunyuanVideoTransformer3DModel, latent_concat": hunyuan_from_frame("latent_concat"),
+    "HunyuanVideoTransformer3DModel, latent_concat, distilled": hunyuan_from_frame(
+        "latent_concat", guidance_embeds=True
+    ),
     # Its guidance begins with 0.
     "CosmosTransformer3DModel, Predict 2": Family(
         wan_vae,
@@ -266,6 +291,7 @@ class FromFrame:
     picture_width: int = 0
 
 
+HUNYUAN_FRAME = "HunyuanVideoImageToVideoPipeline"
 WAN_FRAME, COGVIDEOX_FRAME = "WanImageToVideoPipeline", "CogVideoXImageToVideoPipeline"
 
 
@@ -304,6 +330,11 @@ FROM_FRAMES = {
     "HunyuanVideo 1.5": FromFrame(
         "HunyuanVideo15Transformer3DModel", "HunyuanVideo15ImageToVideoPipeline", picture_width=8
     ),
+    **{
+        f"HunyuanVideo, {name.partition(', ')[2]}": FromFrame(name, HUNYUAN_FRAME)
+        for name in WITH_FRAMES
+        if name.startswith("Hunyuan")
+    },
 }
 
 
@@ -330,6 +361,7 @@ def encoders(name):
     small = build_text_encoder(config, train_tokenizer(CAPTIONS), 0, CPU, torch.float64, taken)
     kinds = {
         "llama": lambda each: llama(each, length, CAPTIONS),
+        "llava": lambda each: llava(each, length, CAPTIONS),
         "clip_text_model": lambda each: clip(each, small.tokenizer),
         "qwen2_5_vl_text": lambda each: qwen(each, length, CAPTIONS),
         "qwen2_vl": lambda each: qwen2(each, length, CAPTIONS),
@@ -414,7 +446,8 @@ def setting(name, vae=None, frame=None):
             },
             "conditions": {"t2v": 0.0, "i2v_head": 1.0} if frame else {},
             "image": {"width": frame.picture_width if frame else 0},
-            "text": {"length": family.length, "width": 32},
+            # As nothing is kept here, all may see frames.
+            "text": {"length": family.length, "width": 32, "cache": False},
             "flow": {"shift": family.shift, "guidance": GUIDANCE, "sample_steps": STEPS, **family.flow},
         },
         "the test",
@@ -445,9 +478,12 @@ def setting(name, vae=None, frame=None):
     if sounds is not None:
         parts |= {"audio_vae": sounds.model, "vocoder": vocoder, "connectors": texts[0].connectors}
     for text, number in zip(texts, ("", "_2"), strict=False):
-        parts |= {f"text_encoder{number}": text.model, f"tokenizer{number}": text.tokenizer}
+        whole = getattr(text, "whole", text.model)
+        parts |= {f"text_encoder{number}": whole, f"tokenizer{number}": text.tokenizer}
     if pictures is not None:
         parts |= {"image_encoder": pictures.model, "feature_extractor": pictures.processor}
+    if texts[0].processor is not None:
+        parts["image_processor"] = texts[0].processor
     if recipe.pipeline == "HunyuanVideo15Pipeline":
         parts["guider"] = diffusers.ClassifierFreeGuidance(guidance_scale=GUIDANCE)
     if recipe.pipeline.startswith("Cosmos"):

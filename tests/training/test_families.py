@@ -23,7 +23,7 @@ from tests.training.vaes import wan_vae
 CAPTION = "a gradient of colour number 0"
 # A class of each, and what else is published of it; Wan's own is in all other tests.
 FAMILIES = {
-    name if number == 0 else f"{name}, {each.pipeline}": each
+    f"{name}, {each.pipeline}, {number}" if number else name: each
     for name, recipe in RECIPES.items()
     if name == recipe.models[0] and name != "WanTransformer3DModel"
     for number, each in enumerate((recipe, *recipe.variants))
@@ -34,6 +34,8 @@ def config_of(name, clips, output, plan=None, **changes):
     recipe = FAMILIES[name]
     model = {"class_name": recipe.models[0], "config": dict(recipe.tiny)}
     changes = {"model": model, "steps": 4, **changes}
+    if recipe.begins_with_a_frame:
+        changes = {"conditions": {"t2v": 0.0, "i2v_head": 1.0}, "text.cache": False, **changes}
     if recipe.takes_forcing:
         changes = {"flow.diffusion_forcing": "non-decreasing", **changes}
     return tiny_config(clips, output, plan, **changes)

@@ -87,6 +87,9 @@ def tiny(config, name, folder):
     return dataclasses.replace(config, data=data, output=str(folder / "run"), steps=2, num_samples=0)
 
 
+OF_HUNYUAN = [f"HunyuanVideo, {kind}" for kind in ("token_replace", "latent_concat")]
+
+
 @pytest.mark.parametrize("name", some(SHIFTS, "HunyuanVideoTransformer3DModel"))
 def test_a_run_takes_what_was_written(ranks, pipelines, tmp_path, name):
     config, text = written(pipelines(name))
@@ -98,7 +101,13 @@ def test_a_run_takes_what_was_written(ranks, pipelines, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", some(["CogVideoX", "HunyuanVideo 1.5", "Cosmos-Predict 2"], "CogVideoX", "Cosmos-Predict 2")
+    "name",
+    some(
+        ["CogVideoX", "HunyuanVideo 1.5", "Cosmos-Predict 2", *OF_HUNYUAN],
+        "CogVideoX",
+        "Cosmos-Predict 2",
+        OF_HUNYUAN[0],
+    ),
 )
 def test_weights_that_begin_with_a_frame(ranks, tmp_path, name):
     frame = FROM_FRAMES[name]
@@ -107,6 +116,7 @@ def test_weights_that_begin_with_a_frame(ranks, tmp_path, name):
     config, _ = written(tmp_path / "pipeline")
     assert (config.conditions.t2v, config.conditions.i2v_head) == (0.0, 1.0)
     assert bool(config.image.path) == bool(frame.picture_width)
+    assert config.text.cache == (not name.startswith("HunyuanVideo,"))
     assert len(ranks(1, steps, tiny(config, frame.family, tmp_path))[0]) == 2
 
 

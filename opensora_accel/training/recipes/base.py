@@ -213,6 +213,8 @@ class Recipe:
     times: Callable[[int, float], Tensor] = even_times
     # A sample begins with noise times that first time, in place of noise.
     begins_at_first_time: bool = False
+    # How much of a first frame that is given a sample begins with, in the noise of every latent frame.
+    begins_with_frame: float = 0.0
     # The blocks of which the last gives states of text that nothing uses.
     unused_text: str = ""
     # Arguments of a model that begins without weights, where they differ from its class's defaults.
@@ -230,6 +232,11 @@ class Recipe:
     def follows_controls(self) -> bool:
         """Whether it takes controls, as pose and depth."""
         return any(each.place == "branch" for each in self.frames)
+
+    @property
+    def begins_with_a_frame(self) -> bool:
+        """Whether every clip begins with a first frame that is given."""
+        return any(each.always_first for each in self.frames)
 
     @property
     def makes_sound(self) -> bool:
@@ -348,10 +355,13 @@ class Recipe:
         """The times that a sample passes, [num_steps + 1] from 1, or next to it, to 0."""
         return (self.times if self.levels is None else self.levels.sampled)(num_steps, alpha)
 
-    def start(self, noise: Tensor, times: Tensor) -> Tensor:
-        """Where a sample of clips begins, [B, C, t, h, w], of noise and the `times` that it passes."""
+    def start(self, noise: Tensor, times: Tensor, condition: Condition | None = None) -> Tensor:
+        """Where a sample of clips begins, [B, C, t, h, w], of noise, the `times` that it passes and what is given."""
         if self.levels is not None:
             return of_noise_alone(noise, times[:1].to(noise.device))
+        if self.begins_with_frame and condition is not None:
+            first = condition.latents[:, : noise.size(1), :1]
+            return (1 - self.begins_with_frame) * noise + self.begins_with_frame * first
         return noise * float(times[0]) if self.begins_at_first_time else noise
 
 

@@ -41,6 +41,8 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
             f"{family}'s encoder of captions sees the frames that are given, and text.cache embeds captions alone, at "
             "the start; set text.cache to False, and cache_folder to keep what the encoder gave"
         )
+    if recipe.begins_with_a_frame:
+        _check_first_frame(family, config)
     _check_pictures(family, recipe.pictures, config)
     _check_forcing(family, recipe, config)
     if config.model.path and Path(config.model.path).resolve().name == "transformer_ref":
@@ -64,6 +66,21 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
         _check_levels(family, config)
         _check_shift(config)
     _check_times(config)
+
+
+def _check_first_frame(family: str, config: TrainConfig) -> None:
+    """Raises ValueError where a clip would not begin with a frame that is given, or with more."""
+    what = f"{family} of this model.config begins every clip with its first frame"
+    kinds = {kind for kind, weight in config.conditions.weights.items() if weight}
+    if kinds != {"i2v_head"}:
+        raise ValueError(
+            f"{what}, which is all that is given; set conditions.i2v_head to 1, and conditions.t2v and all others to 0"
+        )
+    if any(size.num_frames == 1 for size in config.data.sizes):
+        raise ValueError(
+            f"{what}, which leaves nothing to learn of an image; set data.num_frames higher, or leave sizes of one "
+            "frame out of data.buckets"
+        )
 
 
 def _check_forcing(family: str, recipe: Recipe, config: TrainConfig) -> None:

@@ -1,24 +1,46 @@
-"""HunyuanVideo: a language model's states of a caption and CLIP's of the whole; guidance that the model is told."""
+"""HunyuanVideo: a language model's states of a caption and CLIP's of the whole; guidance that the model is told.
+
+Two kinds of its weights begin every clip with its first frame, which the language model sees too (`llava`). They differ
+in how the model itself is given it (`image_condition_type`):
+
+    token_replace    in the place of the first latent frame, to which the model gives time 0; a step moves the others
+    latent_concat    behind the noisy latents, with a channel that is 1 where it stands: 16 + 16 + 1 channels
+
+A sample begins with 0.999 of noise and 0.001 of the frame in every latent frame, whereas times begin with noise alone.
+
+Source: diffusers, HunyuanVideoPipeline and HunyuanVideoImageToVideoPipeline
+(https://github.com/huggingface/diffusers/blob/main/src/diffusers/pipelines/hunyuan_video).
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opensora_accel.training.captions import TextStates
+from opensora_accel.training.captions import InTemplate, TextStates
+from opensora_accel.training.conditions import Conditioning
 from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes
 
-# Source: Tencent/HunyuanVideo, hyvideo/constants.py, PROMPT_TEMPLATE_ENCODE_VIDEO.
-_TEMPLATE = (
-    "<|start_header_id|>system<|end_header_id|>\n\nDescribe the video by detailing the following aspects: "
+_ASPECTS = (
     "1. The main content and theme of the video."
     "2. The color, shape, size, texture, quantity, text, and spatial relationships of the objects."
     "3. Actions, events, behaviors temporal relationships, physical movement changes of the objects."
     "4. background environment, light, style and atmosphere."
     "5. camera angles, movements, and transitions used in the video:<|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
+)
+# Source: Tencent/HunyuanVideo, hyvideo/constants.py, PROMPT_TEMPLATE_ENCODE_VIDEO.
+_TEMPLATE = (
+    "<|start_header_id|>system<|end_header_id|>\n\nDescribe the video by detailing the following aspects: "
+    f"{_ASPECTS}<|start_header_id|>user<|end_header_id|>\n\n{{}}<|eot_id|>"
+)
+# Source: Tencent-Hunyuan/HunyuanVideo-I2V, hyvideo/constants.py, PROMPT_TEMPLATE_ENCODE_VIDEO_I2V.
+_TEMPLATE_OF_FRAME = (
+    "<|start_header_id|>system<|end_header_id|>\n\n<image>\nDescribe the video by detailing the following aspects "
+    f"according to the reference image: {_ASPECTS}\n\n<|start_header_id|>user<|end_header_id|>\n\n{{}}<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
 )
 
 
@@ -35,12 +57,10 @@ def _derive(sizes: Sizes) -> dict[str, Any]:
         "out_channels": sizes.channels,
         "text_embed_dim": sizes.texts[0].width,
         "pooled_projection_dim": sizes.texts[1].width,
-        # Those that are given a first frame are other models.
-        "image_condition_type": None,
     }
 
 
-RECIPE = Recipe(
+_FROM_TEXT = Recipe(
     models=("HunyuanVideoTransformer3DModel",),
     pipeline="HunyuanVideoPipeline",
     call={
@@ -67,3 +87,31 @@ RECIPE = Recipe(
         "rope_axes_dim": (4, 4, 4),
     },
 )
+
+
+def _from_frame(kind: str, conditioning: Conditioning, step: int) -> Recipe:
+    """That of weights of one `image_condition_type`, which see every so manieth state of the first frame."""
+    picture = InTemplate("<image>", step, step_of_empty=2, end_of_mark="<|end_header_id|>", mark_length=4)
+    llava, clip = _FROM_TEXT.text
+    return replace(
+        _FROM_TEXT,
+        pipeline="HunyuanVideoImageToVideoPipeline",
+        is_for=lambda arguments: arguments.get("image_condition_type") == kind,
+        text=(
+            replace(llava, encoders=("llava",), template=_TEMPLATE_OF_FRAME, skipped=103, picture=picture),
+            clip,
+        ),
+        frames=(conditioning,),
+        begins_with_frame=0.001,
+        published=dict(_FROM_TEXT.published)
+        | {"data.num_frames": 129, "data.height": 720, "data.width": 1280},
+        tiny=dict(_FROM_TEXT.tiny) | {"image_condition_type": kind},
+    )
+
+
+IN_PLACE = _from_frame("token_replace", Conditioning("latents", always_first=True), step=4)
+IN_CHANNELS = _from_frame(
+    "latent_concat", Conditioning("channels", "latent frames", always_first=True), step=2
+)
+
+RECIPE = replace(_FROM_TEXT, variants=(IN_PLACE, IN_CHANNELS))
