@@ -122,9 +122,21 @@ class LlavaEncoder(TextEncoder):
         return counts
 
     def check(self, captions: Iterable[str]) -> None:
-        """As every encoder's; the tokenizer knows the mark of who speaks too."""
+        """As every encoder's; the tokenizer knows the mark of who speaks too, and no caption has one of these tokens.
+
+        Raises:
+            ValueError: as every encoder's, or it is not so.
+        """
+        captions = list(captions)
         super().check(captions)
         mark = self._picture.end_of_mark
+        for token in filter(None, (self._picture.token, mark)):
+            wrong = next((caption for caption in captions if token in caption), None)
+            if wrong is not None:
+                raise ValueError(
+                    f"the caption {wrong!r} has {token} in it, which stands for something else in the template of "
+                    f"{self.option}; leave it out of the caption"
+                )
         if mark and self.tokenizer.convert_tokens_to_ids(mark) in (None, self.tokenizer.unk_token_id):
             raise ValueError(
                 f"the tokenizer of {self.option} is of another encoder: it has no token {mark}; give a --{self.option} "

@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from opensora_accel import Plan
-from opensora_accel.training import build
+from opensora_accel.training import build, stored
 from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.kept import StoredCaptions
@@ -19,7 +19,6 @@ from opensora_accel.training.llava import picture_states
 from opensora_accel.training.planned import frozen_parts, planned_sizes
 from opensora_accel.training.recipes import RECIPES, check_recipe
 from opensora_accel.training.sections import TextConfig
-from opensora_accel.training.stored import Stored, open_disk_cache
 from opensora_accel.training.text_encoders import build_text_encoder, picture_tokens, text_shapes
 from opensora_accel.training.tiny_run import tiny_config as tiny_proof
 from opensora_accel.training.tiny_run import write_clips
@@ -132,8 +131,15 @@ def test_an_encoder_from_its_folder(folder, tmp_path, renamed):
     reader.check(CAPTIONS)
 
 
-def test_states_are_kept_in_a_folder(folder, tmp_path):
-    """By their pixels; of an empty caption, whose picture is black, once for all clips of a size."""
+def test_states_are_kept_in_a_folder(folder, tmp_path, monkeypatch):
+    """By their pixels and our code; of an empty caption, whose picture is black, once for all clips of a size."""
+    version, hashed = stored.code_version, set()
+
+    def note_modules(modules):
+        hashed.update(module.__name__.rpartition(".")[2] for module in modules)
+        return version(modules)
+
+    monkeypatch.setattr(stored, "code_version", note_modules)
     config, taken, loads = config_of(folder), KINDS["token_replace"].text, []
     reader = build_text_encoder(config, "", 0, CPU, torch.float32, taken)
     frames = drawn(4, 32, 48, 3)
@@ -144,8 +150,8 @@ def test_states_are_kept_in_a_folder(folder, tmp_path):
 
     def kept(states):
         outline = build_text_encoder(config, "", 0, CPU, torch.float32, states, outline=True)
-        stored = Stored.embeddings(open_disk_cache(str(tmp_path)), config, CPU, states)
-        return StoredCaptions(outline, build_it, CAPTIONS, stored)
+        of_states = stored.Stored.embeddings(stored.open_disk_cache(str(tmp_path)), config, CPU, states)
+        return StoredCaptions(outline, build_it, CAPTIONS, of_states)
 
     captions = [CAPTIONS[0], ""]
     for first, num_loads in ((0, 1), (0, 1), (2, 2)):
@@ -158,6 +164,7 @@ def test_states_are_kept_in_a_folder(folder, tmp_path):
     assert len(loads) == 2, "it is there"
     kept(KINDS["latent_concat"].text).encode(captions, CPU, torch.float32, shown)
     assert len(loads) == 3, "of other states of the picture"
+    assert hashed == {"captions", "llava", "text_encoders", "pretrained"}
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +270,9 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
     ):
         reader.check(CAPTIONS)
     reader.model.config.image_token_id -= 1
+    for token in ("<image>", "<|end_header_id|>"):
+        with pytest.raises(ValueError, match=r"has .* in it, which stands .* leave it out of the caption"):
+            reader.check([*CAPTIONS, f"two {token} birds"])
     marked = dataclasses.replace(taken[0].picture, end_of_mark="<|nobody|>")
     reader.taken = dataclasses.replace(taken[0], picture=marked)
     with pytest.raises(ValueError, match=r"it has no token <\|nobody\|>; give a --text.path whose tokenizer"):

@@ -104,7 +104,7 @@ def test_a_sample_that_begins_with_a_frame_is_the_pipelines(name, monkeypatch):
         monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
         # What it does to a clip afterwards.
         monkeypatch.setattr(made.pipeline, "normalize_first_frame", lambda latents: latents)
-    if made.objective.recipe.begins_with_frame:
+    if made.objective.recipe.frame_in_noise:
         # Which it rounds to fp32.
         monkeypatch.setattr(module, "torch", ExactNumbers())
     # Of pixels that are the same however they are scaled.

@@ -214,7 +214,7 @@ class Recipe:
     # A sample begins with noise times that first time, in place of noise.
     begins_at_first_time: bool = False
     # How much of a first frame that is given a sample begins with, in the noise of every latent frame.
-    begins_with_frame: float = 0.0
+    frame_in_noise: float = 0.0
     # The blocks of which the last gives states of text that nothing uses.
     unused_text: str = ""
     # Arguments of a model that begins without weights, where they differ from its class's defaults.
@@ -359,9 +359,9 @@ class Recipe:
         """Where a sample of clips begins, [B, C, t, h, w], of noise, the `times` that it passes and what is given."""
         if self.levels is not None:
             return of_noise_alone(noise, times[:1].to(noise.device))
-        if self.begins_with_frame and condition is not None:
+        if self.frame_in_noise and condition is not None:
             first = condition.latents[:, : noise.size(1), :1]
-            return (1 - self.begins_with_frame) * noise + self.begins_with_frame * first
+            return (1 - self.frame_in_noise) * noise + self.frame_in_noise * first
         return noise * float(times[0]) if self.begins_at_first_time else noise
 
 

@@ -102,7 +102,7 @@ def _from_frame(kind: str, conditioning: Conditioning, step: int) -> Recipe:
             clip,
         ),
         frames=(conditioning,),
-        begins_with_frame=0.001,
+        frame_in_noise=0.001,
         published=dict(_FROM_TEXT.published)
         | {"data.num_frames": 129, "data.height": 720, "data.width": 1280},
         tiny=dict(_FROM_TEXT.tiny) | {"image_condition_type": kind},
