@@ -160,7 +160,7 @@ def test_states_are_kept_in_a_folder(folder, tmp_path, monkeypatch):
         expected = reader.encode(captions, CPU, torch.float32, shown)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
         assert len(loads) == num_loads
-    kept(taken).encode([""], CPU, torch.float32, [frames[3, None]])
+    kept(taken).encode([""], CPU, torch.float32, [255 - frames[3, None]])
     assert len(loads) == 2, "it is there"
     kept(KINDS["latent_concat"].text).encode(captions, CPU, torch.float32, shown)
     assert len(loads) == 3, "of other states of the picture"
