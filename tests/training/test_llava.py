@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -14,16 +15,26 @@ from opensora_accel import Plan
 from opensora_accel.training import build, stored
 from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.config import config_from_dict
+from opensora_accel.training.data import Clip
 from opensora_accel.training.kept import StoredCaptions
 from opensora_accel.training.llava import picture_states
 from opensora_accel.training.planned import frozen_parts, planned_sizes
 from opensora_accel.training.recipes import RECIPES, check_recipe
+from opensora_accel.training.samples import sample_latents
 from opensora_accel.training.sections import TextConfig
 from opensora_accel.training.text_encoders import build_text_encoder, picture_tokens, text_shapes
 from opensora_accel.training.tiny_run import tiny_config as tiny_proof
 from opensora_accel.training.tiny_run import write_clips
 from tests.tiers import some
-from tests.training.pipelines import CAPTIONS, CPU, OF_PICTURE, setting
+from tests.training.pipelines import (
+    CAPTIONS,
+    CPU,
+    FROM_FRAMES,
+    OF_PICTURE,
+    by_pipeline,
+    setting,
+    without_rounding,
+)
 from tests.training.runs import assert_one_run, tiny_config
 from tests.training.test_conditions import sampled
 from tests.training.test_loop import curve
@@ -67,6 +78,25 @@ def test_states_of_a_frame_and_a_caption_are_the_pipelines(kind, step):
     other = first.encode(captions[:1], CPU, torch.float64, [255 - frames[0]])
     assert (found[0, : counts[0]] - other[0]).abs().amin(-1).min() > 0, "all states have seen the picture"
     assert first.are_seen(frames) == [[] for _ in frames]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frames_are_the_pipelines(kind):
+    """Of latent_concat its pipeline leaves out the first four, which the model has made of the one that is given."""
+    made = setting(f"{NAME}, {kind}", frame=FROM_FRAMES[f"HunyuanVideo, {kind}"])
+    objective, size, frames = made.objective, made.bucket, drawn(1, 9, 32, 48, 3)
+    noise = torch.randn(1, *made.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with without_rounding():
+        given = {"image": Image.fromarray(frames[0, 0].numpy())}
+        expected = by_pipeline(made, noise, "np", CAPTIONS[:1], **given)
+        condition, _ = objective.encode_condition(["i2v_head"], frames, noise, [Clip("", 0, size)], [0])
+        (latents,) = sample_latents(objective, [noise], CAPTIONS[:1], size, condition)
+        found = objective.codec.decode(latents)
+    levels = torch.from_numpy(numpy.round(expected * 255)).int()
+    left_out = 4 if kind == "latent_concat" else 0
+    assert found.size(1) == 9 and levels.size(1) == 9 - left_out
+    # One level: the pipeline rounds x/2 + ½ times 255, the codec x + 1 times 127.5, in fp32.
+    assert (found[:, left_out:].int() - levels).abs().max() <= 1 and found.float().std() > 5
 
 
 def test_without_a_frame_a_picture_is_black():
