@@ -146,7 +146,7 @@ def _hint(argument: str, recipe: Recipe, codec: Codec) -> str:
     extra = max((each.num_channels(codec.channels, codec.latent_frames.temporal) for each in ways), default=0)
     pictures = " (pictures' states, as image-to-video models take them, come from image.path)"
     not_yet = " (first frames that are given are not trained in this family yet)"
-    channels = "" if recipe.frames else not_yet
+    channels = "" if any(each.frames for each in (recipe, *recipe.variants)) else not_yet
     if extra:
         channels = f" (conditions, as --conditions.i2v_head 1, take {extra} of {codec.channels + extra})"
     return {

@@ -286,6 +286,11 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             checked(**tables)
+    of_text = {"model": {"class_name": NAME}, "conditions": FIRST["conditions"]}
+    with pytest.raises(
+        ValueError, match=r"takes no frames .* or choose those of its weights that begin with a"
+    ):
+        check_recipe(RECIPES[NAME], config_from_dict(of_text, "the test"))
     copied = shutil.copytree(folder, tmp_path / "copied")
     config, taken = config_of(copied), recipe.text
     shutil.rmtree(copied / "image_processor")

@@ -27,9 +27,11 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
     """
     family = recipe.models[0]
     if config.conditions.are_used and not recipe.frames:
+        others = "a model that takes them, as WanTransformer3DModel"
+        if any(each.frames for each in recipe.variants):
+            others = "those of its weights that begin with a frame (another model.config)"
         raise ValueError(
-            f"{family} takes no frames that are given; leave all of conditions but t2v out, or choose a model that "
-            "takes them, as WanTransformer3DModel"
+            f"{family} takes no frames that are given; leave all of conditions but t2v out, or choose {others}"
         )
     if config.data.controls and not recipe.follows_controls:
         raise ValueError(
