@@ -152,7 +152,7 @@ class VideoVAE:
     def __init__(self, model: Any):
         self.model = model.eval().requires_grad_(False)
         config = model.config
-        self.channels = config.get("z_dim") or config["latent_channels"]
+        self.channels = config.get("z_dim") or config.get("latent_channels")
         # CogVideoX 1.5 was trained with pictures that were divided by the factor that clips are multiplied by.
         self.given_scale = config["scaling_factor"] ** -2 if config.get("invert_scale_latents") else 1.0
         # Pixels a side, and frames, to one latent position; the classes say it under two names.
@@ -164,7 +164,7 @@ class VideoVAE:
                 spatial = 2 ** (len(config["block_out_channels"]) - 1)
             if type(model).__name__ in (_OF_PICTURES, _OF_FRAMES):
                 temporal = 1
-            if isinstance(spatial, int) and isinstance(temporal, int):
+            if isinstance(spatial, int) and isinstance(temporal, int) and self.channels:
                 self.spatial, self.latent_frames = spatial, LatentFrames(temporal)
                 break
         else:

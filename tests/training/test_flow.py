@@ -259,7 +259,9 @@ def test_a_diffusers_vae_from_a_folder(tmp_path):
         ("AutoencoderKLLTXVideo", (128, 32, 8)),
         ("AutoencoderKLCogVideoX", (16, 8, 4)),
         ("AutoencoderKLMochi", (12, 8, 6)),
-        ("AutoencoderKLTemporalDecoder", None),
+        ("AutoencoderKLTemporalDecoder", (4, 1, 1)),
+        ("AutoencoderKLFlux2", None),
+        ("AutoencoderKLKVAE", None),
     ],
 )
 def test_compression_of_the_vaes_of_diffusers(name, expected):
