@@ -245,8 +245,10 @@ class VideoVAE:
         """[1, C, t, h, w] → [1, T, 3, H, W]."""
         name, more = type(self.model).__name__, list[Any]()
         if name in (_OF_PICTURES, _OF_FRAMES):
-            pictures, more = latents[0].transpose(0, 1), [latents.size(2)] * (name == _OF_FRAMES)
-            frames: Tensor = self.model.decode(pictures, *more).sample
+            if name == _OF_FRAMES:
+                # How many of the pictures are of one clip.
+                more = [latents.size(2)]
+            frames: Tensor = self.model.decode(latents[0].transpose(0, 1), *more).sample
             return frames[None]
         if self.model.config.get("timestep_conditioning"):
             # Such a decoder also takes noise away (LTX-Video 0.9.1); at 0 there is none.
