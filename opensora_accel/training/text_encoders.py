@@ -41,26 +41,24 @@ _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 # Pixels a side of a frame's token of a small encoder, and the most that a frame has.
 _SMALL_SIDE, _SMALL_PIXELS = 16, 16 * 16 * 8
 _VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json")
-# Files that were saved with a head, or by an older release, have one of these before each name.
-_PREFIXES = {
-    "llama": ("model.",),
-    "gemma2": ("model.",),
+# Files that were saved with a head, or by an older release, have one of these before each name, or in the place of what
+# the model's own names have there.
+_PREFIXES: dict[str, dict[str, str]] = {
+    "llama": {"model.": ""},
+    "gemma2": {"model.": ""},
     # The reading part of a model that sees pictures too.
-    "gemma3_text": ("language_model.model.", "model.language_model.", "model."),
-    "qwen2_vl_text": ("model.language_model.", "language_model.model.", "model."),
-    "qwen2_5_vl_text": ("model.language_model.", "language_model.model.", "model."),
-    "qwen3_vl": ("model.",),
-    "qwen3_vl_text": ("model.language_model.", "language_model.", "model."),
-    "clip_text_model": ("text_model.",),
-}
-# Or another, in the place of one that the model's own names have.
-_RENAMED = {
+    "gemma3_text": dict.fromkeys(("language_model.model.", "model.language_model.", "model."), ""),
+    "qwen2_vl_text": dict.fromkeys(("model.language_model.", "language_model.model.", "model."), ""),
+    "qwen2_5_vl_text": dict.fromkeys(("model.language_model.", "language_model.model.", "model."), ""),
+    "qwen3_vl": {"model.": ""},
+    "qwen3_vl_text": dict.fromkeys(("model.language_model.", "language_model.", "model."), ""),
+    "clip_text_model": {"text_model.": ""},
     "llava": {
         "language_model.model.": "language_model.",
         "vision_tower.vision_model.": "vision_tower.",
         "model.vision_tower.vision_model.": "vision_tower.",
         "model.": "",
-    }
+    },
 }
 
 
@@ -453,7 +451,7 @@ def _load(
     dtype = PRETRAINED_DTYPES[config.dtype]
     model = load_pretrained(
         cls, lambda: cls(description), option, path, TEXT_STEM, dtype, device,
-        prefixes=_RENAMED.get(kind) or dict.fromkeys(_PREFIXES.get(kind, ()), ""),
+        prefixes=_PREFIXES.get(kind, {}),
     )  # fmt: skip
     connectors = None
     if taken.connectors:
