@@ -51,8 +51,8 @@ def intercept(name: str, function: Callable[..., Any]) -> torch.library.Library:
 def _call(
     namespace: str, name: str, function: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    operator = getattr(getattr(torch.ops, namespace), name).default
-    with torch._C._SetExcludeDispatchKeyGuard(_KEY, True):
+    operator = _operator(namespace, name)
+    with torch._C._SetExcludeDispatchKeyGuard(_key(_KEY), True):
         result = function(operator, *args, **kwargs)
     if result is not NotImplemented:
         return result
@@ -64,15 +64,20 @@ def _call(
     return operator.redispatch(others, *args, **kwargs)
 
 
+@lru_cache
+def _operator(namespace: str, name: str) -> Any:
+    return getattr(getattr(torch.ops, namespace), name).default
+
+
 @lru_cache(maxsize=2)
 def _key(name: str) -> Any:
-    """The key as torch's sets of keys take it; torch's bindings have no name for some of them there."""
+    """The key as torch's sets of keys take it, which have no names; its guards take it quicker than by name."""
     return torch._C._parse_dispatch_key(name)
 
 
 def switched_on() -> Any:
     """A context manager: within it this thread's operators are intercepted."""
-    return torch._C._IncludeDispatchKeyGuard(_KEY)
+    return torch._C._IncludeDispatchKeyGuard(_key(_KEY))
 
 
 def seen_anyway() -> AbstractContextManager[Any]:
@@ -82,4 +87,4 @@ def seen_anyway() -> AbstractContextManager[Any]:
     """
     if torch.compiler.is_compiling():
         return nullcontext()
-    return torch._C._SetExcludeDispatchKeyGuard(_KEY, False)
+    return torch._C._SetExcludeDispatchKeyGuard(_key(_KEY), False)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ from opensora_accel.communications import Sizes, compare_facts, debug_enabled, e
 
 # torch's own, whatever a program has bound to the name in torch.nn.functional.
 torch_attention = torch._C._nn.scaled_dot_product_attention
+
+# What is checked of a tensor.
+Described = tuple[torch.Size, torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -109,11 +113,33 @@ def enter_call(
             if given is not None and tuple(given) != held_sizes:
                 raise ValueError(f"{name}={tuple(given)} were given, but the ranks hold {held_sizes} tokens")
         splits, kv_splits = held
-    else:
-        _check(q, k, v, mask, scale, layout, text)
     assert splits is not None and kv_splits is not None
-    splits, kv_splits = tuple(splits), tuple(kv_splits)
-    for name, sizes, local in (("splits", splits, q.size(1)), ("kv_splits", kv_splits, k.size(1))):
+    # A trace cannot hash its sizes.
+    make = _make_call.__wrapped__ if torch.compiler.is_compiling() else _make_call
+    tensors = _describe(q, k, v, mask, text)
+    return make(tensors, rank, num_ranks, tuple(splits), tuple(kv_splits), causal, scale, layout)
+
+
+@lru_cache(maxsize=1024)
+def _make_call(
+    tensors: tuple[Described | None, ...],
+    rank: int,
+    num_ranks: int,
+    splits: Sizes,
+    kv_splits: Sizes,
+    causal: bool,
+    scale: float | None,
+    layout: TokenLayout,
+) -> AttentionCall:
+    """The call on tensors of these shapes and dtypes, checked: once, as every layer and step calls with the same.
+
+    Args:
+        rank: this one, of the ranks that the splits are of.
+    """
+    _check(tensors, scale, layout)
+    of_q, of_k = tensors[:2]
+    assert of_q is not None and of_k is not None
+    for name, sizes, local in (("splits", splits, of_q[0][1]), ("kv_splits", kv_splits, of_k[0][1])):
         if len(sizes) != num_ranks or min(sizes) < 0:
             raise ValueError(
                 f"{name}={sizes} must be one size, at least 0, for each of the {num_ranks} ranks"
@@ -159,7 +185,7 @@ def _exchange(
     problem, digest = "", -1
     facts = _facts(q, k, v, mask, causal, scale, layout, text)
     try:
-        _check(q, k, v, mask, scale, layout, text)
+        _check(_describe(q, k, v, mask, text), scale, layout)
         digest = zlib.crc32(repr([compared for compared, _ in facts.values()]).encode())
     except ValueError as error:
         problem = str(error)
@@ -216,35 +242,43 @@ def _facts(
     return facts
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    layout: str,
-    text: Text | None,
-) -> None:
-    """Raises ValueError unless shapes, dtypes and masks of tensors are those of one attention here."""
+def _describe(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, text: Text | None
+) -> tuple[Described | None, ...]:
+    """The shapes and dtypes of q, k, v and the mask, and of the text's."""
+    of_video = (q.shape, q.dtype), (k.shape, k.dtype), (v.shape, v.dtype), _of_mask(mask)
+    return of_video if text is None else of_video + _describe(text.q, text.k, text.v, text.mask, None)
+
+
+def _of_mask(mask: Tensor | None) -> Described | None:
+    return None if mask is None else (mask.shape, mask.dtype)
+
+
+def _check(tensors: Sequence[Described | None], scale: float | None, layout: str) -> None:
+    """Raises ValueError unless shapes, dtypes and masks of tensors, and of text behind them, are one attention's."""
     if scale is not None and not 0 < scale < float("inf"):
         raise ValueError(f"scale must be a number above 0; got {scale} (None is 1/√D)")
     check_layout(layout)
-    _check_tensors(q, k, v, mask, "")
-    if text is None:
+    _check_tensors(tensors[:4], "")
+    if len(tensors) == 4:
         return
-    _check_tensors(text.q, text.k, text.v, text.mask, "text_")
-    for name, video, words in (("q", q, text.q), ("k", k, text.k), ("v", v, text.v)):
-        if (video.shape[0], video.shape[2:], video.dtype) != (words.shape[0], words.shape[2:], words.dtype):
+    _check_tensors(tensors[4:], "text_")
+    for name, video, words in zip("qkv", tensors, tensors[4:], strict=False):
+        assert video is not None and words is not None
+        (of_video, dtype), (of_words, words_dtype) = video, words
+        if (of_video[0], of_video[2:], dtype) != (of_words[0], of_words[2:], words_dtype):
             raise ValueError(
                 f"{name} and text_{name} must agree in all but tokens; "
-                f"got {video.dtype} {tuple(video.shape)} and {words.dtype} {tuple(words.shape)}"
+                f"got {dtype} {tuple(of_video)} and {words_dtype} {tuple(of_words)}"
             )
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, prefix: str) -> None:
+def _check_tensors(tensors: Sequence[Described | None], prefix: str) -> None:
     """Raises ValueError unless q, k and v are [B, S, H, D] that fit, and the mask is a bool [B, S_kv]."""
+    q, k, v, mask = tensors
+    assert q is not None and k is not None and v is not None
     names = f"{prefix}q, {prefix}k and {prefix}v"
-    of_q, of_k, of_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    of_q, of_k, of_v = tuple(q[0]), tuple(k[0]), tuple(v[0])
     if not len(of_q) == len(of_k) == len(of_v) == 4:
         raise ValueError(f"{names} must be [B, S, H, D]; got {of_q}, {of_k}, {of_v}")
     if of_k[:3] != of_v[:3]:
@@ -257,10 +291,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, prefix:
         )
     if of_q[3] == 0 or of_v[3] == 0:
         raise ValueError(f"{names} need a head dim of at least 1; got {of_q}, {of_v}")
-    if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
-        raise ValueError(f"{names} must share one floating-point dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != k.shape[:2]):
+    if not (q[1] == k[1] == v[1] and q[1].is_floating_point):
+        raise ValueError(f"{names} must share one floating-point dtype; got {q[1]}, {k[1]}, {v[1]}")
+    if mask is not None and (mask[1] != torch.bool or tuple(mask[0]) != of_k[:2]):
         raise ValueError(
             f"{prefix}mask must be a bool key mask [B, S_kv] = {of_k[:2]}, true where a key may be seen; "
-            f"got {mask.dtype} {tuple(mask.shape)}"
+            f"got {mask[1]} {tuple(mask[0])}"
         )

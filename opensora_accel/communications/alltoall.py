@@ -124,7 +124,11 @@ class Cut(NamedTuple):
     @property
     def is_even(self) -> bool:
         """Whether every rank has as much as the others, of each tensor."""
-        return all(sizes.count(sizes[0]) == len(sizes) for sizes in self.splits)
+        return all(map(_are_equal, self.splits))
+
+
+def _are_equal(sizes: Sizes) -> bool:
+    return sizes.count(sizes[0]) == len(sizes)
 
 
 def all_to_all_unchecked(
@@ -174,14 +178,16 @@ def _exchange(group: dist.ProcessGroup, scatter: Cut, gather: Cut, *tensors: Ten
 def _agree(tensors: Sequence[Tensor], dim: int) -> bool:
     """Whether tensors are of one shape but for this dim."""
     first = tensors[0].shape
-    return all(t.shape[:dim] == first[:dim] and t.shape[dim + 1 :] == first[dim + 1 :] for t in tensors)
+    for tensor in tensors[1:]:
+        shape = tensor.shape
+        if shape != first and (shape[:dim] != first[:dim] or shape[dim + 1 :] != first[dim + 1 :]):
+            return False
+    return True
 
 
 def _cut(tensor: Tensor, dim: int, num_ranks: int) -> Tensor:
     """[..., N at dim, ...] → [..., P, N/P, ...]: which rank gets a piece, and the place within it."""
-    shape = list(tensor.shape)
-    shape[dim : dim + 1] = [num_ranks, shape[dim] // num_ranks]
-    return tensor.view(shape)
+    return tensor.unflatten(dim, (num_ranks, tensor.size(dim) // num_ranks))
 
 
 def _exchange_to_rows(
@@ -212,7 +218,8 @@ def _exchange_to_columns(
     received = exchange(sent, group)
     # [P, n, ..., G/P, ...] → [n, ..., P, G/P, ...] → [n, ..., G, ...], where joining two dims makes the copy.
     columns = received.movedim(0, gather_dim + 1).flatten(gather_dim + 1, gather_dim + 2)
-    return [_UNSAFE_VIEW(column, column.shape) for column in columns.unbind(0)]
+    # With the tensors one after the other along the first dim, one operator parts them.
+    return torch.unsafe_split_with_sizes(columns.flatten(0, 1), [columns.size(1)] * len(pieces))
 
 
 def _exchange_uneven(
