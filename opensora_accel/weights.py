@@ -1,4 +1,4 @@
-"""Weights of a folder in diffusers' layout, read into a model part by part.
+"""Weights of a folder in diffusers' layout, or of one file, read into a model part by part.
 
 A folder holds one safetensors file, or several with an index that names the file of each tensor. A rank of P = 3 that
 holds rows 2 and 3 of a weight [6, 4] reads those two rows. So each byte is read once for all ranks of a machine that
@@ -49,7 +49,8 @@ class Stored:
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Fills a model from the safetensors of a folder in diffusers' layout, one file or several with an index.
+    """Fills a model from the safetensors of a folder in diffusers' layout, one file or several with an index, or of the
+    one file that is named.
 
     A deferred model (`deferred_init`) only notes where its values lie, and each rank reads what it holds when
     `shardformer.shard` or `materialize` makes them. Any other model is filled at once. The files may have another dtype
@@ -67,8 +68,8 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     if missing or unknown:
         raise ValueError(
             f"the weights in {folder} are not those of this {type(model).__name__}: missing {missing[:5]}, unknown "
-            f"{unknown[:5]}; copy the folder again, whole, build the model from its config.json, and add adapters "
-            "afterwards"
+            f"{unknown[:5]}; copy it again, whole, build the model with the arguments that it was made with (its "
+            "config.json), and add adapters afterwards"
         )
     fill(model, stored)
 
@@ -96,7 +97,7 @@ def fill(model: nn.Module, stored: Mapping[str, Stored]) -> None:
         if source.shape != expected:
             raise ValueError(
                 f"{name} is {list(source.shape)} in {source.path} and {list(expected)} in this "
-                f"{type(model).__name__}; build the model from the config.json of that folder"
+                f"{type(model).__name__}; build the model with the arguments that it was made with (its config.json)"
             )
     replace_later(model, {name: source.read for name, source in sources.items() if name in waiting})
     for name in sources.keys() - waiting.keys():
@@ -120,7 +121,7 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def find_stored(folder: Path, stem: str = "*") -> dict[str, Stored]:
-    """The tensors of a folder by name, in one file `STEM.safetensors` or several.
+    """The tensors of a folder by name, in one file `STEM.safetensors` or several; or those of the one file `folder`.
 
     Raises:
         FileNotFoundError: there are none.
@@ -138,6 +139,13 @@ def find_stored(folder: Path, stem: str = "*") -> dict[str, Stored]:
         names = _index(indices[0])
         # The name alone: an index leads nowhere else.
         return {name: Stored(folder / Path(file).name, name) for name, file in names.items()}
+    if not folder.exists():
+        raise FileNotFoundError(
+            f"there is no {folder}; give the folder of the transformer itself, or a .safetensors file"
+        )
+    if folder.is_file():
+        with safe_open(folder, framework="pt") as file:
+            return {name: Stored(folder, name) for name in file.keys()}  # noqa: SIM118 (no dict)
     paths = sorted({*folder.glob(f"{stem}.safetensors"), *folder.glob(f"{stem}-*-of-*.safetensors")})
     stored = dict[str, Stored]()
     for path in paths:
