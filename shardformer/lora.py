@@ -6,6 +6,8 @@
     shardformer.save_lora(model, "runs/lora")        # on every rank; rank 0 writes
     pipeline.load_lora_weights("runs/lora")          # later, elsewhere, on one device
 
+What diffusers does not know is written for PEFT: `peft.PeftModel.from_pretrained(model, "runs/lora")`.
+
 Each tensor of the adapter is made whole on all ranks, one after another, and rank 0 takes it to the host. So a rank
 needs room for one beside what it holds. Weights that are frozen do not travel.
 """
@@ -27,6 +29,8 @@ from shardformer.tensor_parallel import full_tensors
 # Pipelines of diffusers look for their transformer's adapter under this name, whatever its class.
 _PREFIX = "transformer"
 _DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+# Where a model lies in PEFT's.
+_PEFT_PREFIX = "base_model.model."
 _PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -35,8 +39,8 @@ def save_lora(model: nn.Module, folder: str | Path, adapter: str = "default") ->
 
     A model with `add_adapter` of diffusers gives `pytorch_lora_weights.safetensors`, which `load_lora_weights` of its
     pipeline and `load_lora_adapter` of its class read, with its rank, alpha and targets. A model of
-    `peft.get_peft_model` gives `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained`
-    reads. Each file is written beside its place and renamed.
+    `peft.get_peft_model`, and one of a class that is not of diffusers, gives `adapter_model.safetensors` and
+    `adapter_config.json`, which `PeftModel.from_pretrained` reads. Each file is written beside its place and renamed.
 
     Args:
         adapter: its name in this model; files hold none.
@@ -63,7 +67,8 @@ def save_lora(model: nn.Module, folder: str | Path, adapter: str = "default") ->
     for name, whole in _adapter_tensors(model, adapter):
         if is_first:
             tensors[name] = whole.detach().to("cpu", copy=True).contiguous()
-    write = _write_peft if hasattr(model, "get_base_model") else _write_diffusers
+    is_of_peft = hasattr(model, "get_base_model")
+    write = _write_peft if is_of_peft or not hasattr(model, "load_config") else _write_diffusers
     error = None
     if is_first:
         try:
@@ -112,7 +117,8 @@ def _write_peft(model: Any, config: Any, folder: Path, tensors: dict[str, Tensor
     """Writes whole tensors and their description as PEFT reads them."""
     from safetensors.torch import save_file
 
-    base = model.get_base_model()
+    is_of_peft = hasattr(model, "get_base_model")
+    base = model.get_base_model() if is_of_peft else model
     described = {
         **config.to_dict(),
         # As PEFT itself saves it.
@@ -130,4 +136,5 @@ def _write_peft(model: Any, config: Any, folder: Path, tensors: dict[str, Tensor
         path.write_text(json.dumps(described, indent=2, sort_keys=True), encoding="utf-8")
     # Last: whoever finds the weights finds their description.
     with replacing(folder / _PEFT_FILES[1]) as path:
-        save_file(tensors, path, {"format": "pt"})
+        prefix = "" if is_of_peft else _PEFT_PREFIX
+        save_file({f"{prefix}{name}": tensor for name, tensor in tensors.items()}, path, {"format": "pt"})
