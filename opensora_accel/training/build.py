@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
 import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import psutil
@@ -26,6 +26,15 @@ from opensora_accel.plan import Plan
 from opensora_accel.training.adapters import SavedAdapter, add_adapters, read_adapter
 from opensora_accel.training.buckets import Bucket, batch_sizes
 from opensora_accel.training.captions import TextShape, TextStates
+from opensora_accel.training.classes import (
+    arguments_of,
+    import_class,
+    is_path,
+    make,
+    name_in,
+    parameters_of,
+    taker_of,
+)
 from opensora_accel.training.codec import Codec, LatentShape, check_multiple, latent_shape
 from opensora_accel.training.conditions import KINDS, Condition, Conditioning, Given, check_conditions
 from opensora_accel.training.config import TrainConfig
@@ -88,22 +97,23 @@ def build_model(
         # Without memory: whatever is wrong is found before a large model is made.
         without_memory = recipe.without_memory()
         with without_memory:
-            outline = cls.from_config(arguments)
+            outline = make(cls, arguments)
     except Exception as error:  # whatever its constructor raises for values that do not work
         raise ValueError(f"{cls.__name__} cannot be made with {source} ({in_one_line(error)})") from error
+    made_with = arguments_of(outline)
     for argument, needed in derived.items():
-        if not is_same(outline.config[argument], needed):
+        if not is_same(made_with[argument], needed):
             raise ValueError(
-                f"the model's {argument} is {outline.config[argument]}, but the encoders give {needed}"
+                f"the model's {argument} is {made_with[argument]}, but the encoders give {needed}"
                 f"{_hint(argument, recipe, codec)}; leave model.config.{argument} out, or choose encoders that fit"
             )
-    if config.image.is_used and outline.config.get("pos_embed_seq_len") is not None:
+    if config.image.is_used and made_with.get("pos_embed_seq_len") is not None:
         raise ValueError(
-            f"the model takes the states of two pictures (pos_embed_seq_len is {outline.config.pos_embed_seq_len}), "
+            f"the model takes the states of two pictures (pos_embed_seq_len is {made_with['pos_embed_seq_len']}), "
             "as Wan 2.1's for first and last frames do, and this trainer makes those of one; choose a model whose "
             "pos_embed_seq_len is null"
         )
-    if config.data.frame_rate and outline.config.get("inject_sample_info") is False:
+    if config.data.frame_rate and made_with.get("inject_sample_info") is False:
         raise ValueError(
             "the model is not told the frame rate (inject_sample_info is False); leave data.frame_rate out"
         )
@@ -118,12 +128,13 @@ def build_model(
         config, outline, dtype, {b: tokens_per_sample(shape, outline) for b, shape in shapes.items()}
     )
     with without_memory:
-        for bucket, shape in shapes.items():
+        # Kernels of an author's own know no tensors without memory.
+        for bucket, shape in () if recipe.home else shapes.items():
             with _named(bucket, config.data):
-                inputs = inputs_of_one(config, codec, shape, texts, outline.config)
+                inputs = inputs_of_one(config, codec, shape, texts, made_with)
                 _try_shapes(recipe, outline, inputs, source)
     with deferred_init(config.seed):
-        model = cls.from_config(arguments)
+        model = make(cls, arguments)
     if config.model.path:
         try:
             load_weights(model, config.model.path)
@@ -131,7 +142,7 @@ def build_model(
             raise unloadable(cls, "model.path", config.model.path, error) from error
     if config.lora.is_used:
         adapt(model, config, config.model.path)
-    recipe.use_all(model)
+    recipe.prepare(model)
     return model, shapes
 
 
@@ -159,6 +170,7 @@ def _hint(argument: str, recipe: Recipe, codec: Codec) -> str:
         "max_text_seq_length": " (text.length, to which captions are padded)",
         "extra_pos_embed_type": " (of Cosmos, the recipes are for Predict 2 and 2.5)",
         "img_context_dim_in": " (Cosmos-Transfer, which takes controls and pictures, is not trained here)",
+        **dict.fromkeys(("from_pretrained", "cache_dir"), " (weights are those of model.path)"),
         **dict.fromkeys(
             ("audio_in_channels", "audio_sampling_rate", "audio_hop_length"),
             " (codec.sound_path, the audio_vae of its pipeline)",
@@ -195,7 +207,8 @@ def saved_adapter(config: TrainConfig) -> SavedAdapter | None:
 
     if not config.lora.path:
         return None
-    return read_adapter(config.lora.path, getattr(diffusers, recipe_of(config.model).pipeline))
+    pipeline = recipe_of(config.model).pipeline
+    return read_adapter(config.lora.path, getattr(diffusers, pipeline) if pipeline else None)
 
 
 @contextmanager
@@ -254,7 +267,7 @@ def _try_shapes(recipe: Recipe, outline: nn.Module, inputs: Inputs, source: str)
     try:
         # What is warned of is about a CPU, where the run need not be.
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-            outline(**recipe.arguments(inputs), return_dict=False)
+            outline(**recipe.arguments(inputs))
     except Exception as error:
         sizes = " × ".join(map(str, inputs.latents.shape[2:]))
         raise ValueError(
@@ -264,14 +277,15 @@ def _try_shapes(recipe: Recipe, outline: nn.Module, inputs: Inputs, source: str)
 
 
 def model_class(config: ModelConfig) -> Any:
-    """The class of diffusers.
+    """The class of diffusers, or the author's.
 
     Raises:
-        ValueError: this trainer does not know how to call it.
+        ValueError: this trainer does not know how to call it, or it cannot be imported.
     """
     import diffusers
 
-    return getattr(diffusers, _class_name(config))
+    name = _class_name(config)
+    return import_class(config.class_name) if is_path(config.class_name) else getattr(diffusers, name)
 
 
 def recipe_of(config: ModelConfig) -> Recipe:
@@ -284,18 +298,33 @@ def recipe_of(config: ModelConfig) -> Recipe:
     if not recipe.variants:
         return recipe
     arguments = given_arguments(config)
-    if config.path:
-        arguments = with_defaults(model_class(config), arguments)
+    if brings_config(config):
+        arguments = with_defaults(taker_of(model_class(config)), arguments)
     return next((each for each in recipe.variants if each.is_for(arguments)), recipe)
 
 
+def brings_config(config: ModelConfig) -> bool:
+    """Whether the weights of a run come with the arguments of their model; an author's may be a file alone."""
+    return bool(config.path) and (
+        not is_path(config.class_name) or (Path(config.path) / "config.json").is_file()
+    )
+
+
 def _class_name(config: ModelConfig) -> str:
-    name = config.class_name
-    if config.path:
+    name = name_in(config.class_name)
+    if config.path and not is_path(config.class_name):
         name = str(read_description("model.path", config.path, "a diffusers model").get("_class_name", ""))
-    if name in RECIPES:
-        return name
     choice = f"choose one of {', '.join(RECIPES)}"
+    if name in RECIPES:
+        home = RECIPES[name].home
+        if home and not is_path(config.class_name):
+            raise ValueError(
+                f"{name} is its author's class, and not one of diffusers; set model.class_name to where it is "
+                f"imported, as {home}:{name}, with the folder of its repository on PYTHONPATH"
+            )
+        if is_path(config.class_name) and not home:
+            raise ValueError(f"{name} is taken from diffusers; set model.class_name to its name alone")
+        return name
     if name in model_names():
         raise ValueError(
             f"model class {name!r} has no recipe yet, which would say how this trainer is to call it; {choice}, or "
@@ -313,7 +342,7 @@ def model_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextShape
     given, recipe = given_arguments(config.model), recipe_of(config.model)
     if config.flow.causal_block_size:
         given["num_frame_per_block"] = config.flow.causal_block_size
-    if config.model.path:
+    if brings_config(config.model):
         return given
     return {**recipe.fresh, **derived_arguments(config, codec, texts), **given}
 
@@ -325,17 +354,24 @@ def given_arguments(config: ModelConfig) -> dict[str, Any]:
         ValueError: its class does not take one of them, or not with this value.
     """
     cls = model_class(config)
-    if config.path:
-        # Read again: load_config would leave out of sight what is wrong with the file.
-        description = read_description("model.path", config.path, "a diffusers model")
+    if not brings_config(config):
+        return _checked_arguments(cls, config.config)
+    # Read again: load_config would leave out of sight what is wrong with the file.
+    description = read_description("model.path", config.path, "a diffusers model")
+    if not is_path(config.class_name):
         return {name: value for name, value in description.items() if not name.startswith("_")}
-    return _checked_arguments(cls, config.config)
+    if config.config:
+        raise ValueError(
+            f"model.path {config.path} has a config.json; leave model.config out, or give the file of weights alone"
+        )
+    # Those of transformers say more, as which release wrote them.
+    return {name: description[name] for name in parameters_of(cls) if name in description}
 
 
 def all_arguments(config: ModelConfig) -> dict[str, Any]:
     """The arguments that are given, and for the others those of a model that begins without weights, or its class's."""
-    fresh = {} if config.path else recipe_of(config).fresh
-    return with_defaults(model_class(config), {**fresh, **given_arguments(config)})
+    fresh = {} if brings_config(config) else recipe_of(config).fresh
+    return with_defaults(taker_of(model_class(config)), {**fresh, **given_arguments(config)})
 
 
 def derived_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextShape]) -> dict[str, Any]:
@@ -415,9 +451,7 @@ def conditioning_of_all(configs: Sequence[TrainConfig], codec: Codec) -> Conditi
 def _condition_channels(config: TrainConfig, codec: Codec) -> int:
     """Channels of frames that are given, behind those of latents."""
     conditioning = conditioning_of(config, codec)
-    return (
-        0 if conditioning is None else conditioning.num_channels(codec.channels, codec.latent_frames.temporal)
-    )
+    return 0 if conditioning is None else conditioning.input_channels(codec) - codec.channels
 
 
 def pictures_of(config: TrainConfig) -> PictureStates:
@@ -437,10 +471,11 @@ def condition_of_one(config: TrainConfig, codec: Codec, shape: LatentShape) -> C
     # Not zeros, which some models take for no picture.
     pictures = torch.ones(1, *_picture_shape(config)) if config.image.is_used else None
     if conditioning.place == "branch":
-        return Condition(torch.zeros(1, conditioning.branch_channels(codec), *shape[1:]), in_branch=True)
+        return Condition(torch.zeros(1, conditioning.branch_channels(codec), *shape[1:]), is_apart=True)
     if conditioning.place == "channels":
         channels = conditioning.num_channels(codec.channels, codec.latent_frames.temporal)
-        return Condition(torch.zeros(1, channels, *shape[1:]), pictures=pictures)
+        latents = torch.zeros(1, channels, *shape[1:])
+        return Condition(latents, pictures=pictures, is_apart=conditioning.apart)
     if conditioning.place == "rows":
         channels, _, *sides = shape
         return Condition(torch.zeros(1, channels, 2, *sides), ends=[_most_ends(config)])
@@ -492,14 +527,14 @@ def _check_memory(
 def _checked_arguments(cls: type, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments as the types that the class asks for: JSON's and TOML's lists become tuples."""
     checked = {}
-    hints = get_type_hints(cls.__init__)  # type: ignore[misc]
-    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-    known = [name for name in parameters if name != "self"]
+    hints, parameters = get_type_hints(taker_of(cls).__init__), parameters_of(cls)
     for name, value in arguments.items():
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        if name not in parameters:
+            nearest = difflib.get_close_matches(name, parameters, n=1, cutoff=0.5)
             hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-            raise ValueError(f"{cls.__name__} has no argument {name!r}; {hint}It takes {', '.join(known)}")
+            raise ValueError(
+                f"{cls.__name__} has no argument {name!r}; {hint}It takes {', '.join(parameters)}"
+            )
         # Some have a default and no hint.
         kind = hints.get(name, type(parameters[name].default))
         checked[name] = check_argument(kind, value, f"model.config.{name}")
@@ -521,13 +556,14 @@ def check_sizes(bucket: Bucket, codec: Codec, model: Any) -> LatentShape:
         ValueError: a clip does not fit the codec or the model's patches.
     """
     shape = latent_shape(codec, bucket.num_frames, bucket.height, bucket.width)
-    patch_time, patch_height, patch_width = patches_of(model.config)
+    arguments = arguments_of(model)
+    patch_time, patch_height, patch_width = patches_of(arguments)
     for name, unit in (("height", patch_height), ("width", patch_width)):
         reason = f"codec ({codec.spatial}) × model patch ({unit})"
         check_multiple(f"data.{name}", getattr(bucket, name), codec.spatial * unit, reason)
     if shape[1] % patch_time:
         check_multiple("the number of latent frames", shape[1], patch_time, "the model's patch in time")
-    block = causal_block_size(model.config)
+    block = causal_block_size(arguments)
     if shape[1] % block:
         check_multiple("the number of latent frames", shape[1], block, "the model's causal blocks")
     return shape
@@ -540,7 +576,7 @@ def causal_block_size(arguments: Mapping[str, Any]) -> int:
 
 def tokens_per_sample(shape: LatentShape, model: Any) -> int:
     """The number of tokens that the model makes of latents [C, t, h, w] of this shape."""
-    patch_time, patch_height, patch_width = patches_of(model.config)
+    patch_time, patch_height, patch_width = patches_of(arguments_of(model))
     return (shape[1] // patch_time) * (shape[2] // patch_height) * (shape[3] // patch_width)
 
 

@@ -75,8 +75,8 @@ class Condition(NamedTuple):
     marks: Tensor | None = None
     # The timestep of what `given` is, in 0…1000.
     timestep: float = 0.0
-    # Whether latents go into a branch of their own, and not behind those of noisy clips.
-    in_branch: bool = False
+    # Whether latents go into an argument of their own, and not behind those of noisy clips.
+    is_apart: bool = False
     # Which ends of each clip are given, where they stand in rows of their own; latents of the others are not looked at.
     ends: list[Given] | None = None
     # uint8 [B, 2, H, W, 3], the first and the last frame, where the encoder of captions sees those that are given; of a
@@ -85,7 +85,7 @@ class Condition(NamedTuple):
 
     def put(self, noisy: Tensor) -> Tensor:
         """noisy: [B, C, t, h, w] → with what is given, [B, C + C', t, h, w] or [B, C, t, h, w]."""
-        if self.in_branch or self.ends is not None:
+        if self.is_apart or self.ends is not None:
             return noisy
         behind = self.latents if self.given is None else self.marks
         placed = self.in_place(noisy)
@@ -188,6 +188,11 @@ class Conditioning:
     drawn: int | None = None
     # The first frame of every clip is given, and nothing else ever.
     always_first: bool = False
+    # Those channels are not behind the noisy clip's, but an argument of their own, as what a branch takes is.
+    apart: bool = False
+    # Frames at the end of a clip may be given too. Each end is encoded by itself, and its latent frames are all marked:
+    # of one last frame the last one.
+    at_both_ends: bool = False
 
     @property
     def has_channels(self) -> bool:
@@ -202,7 +207,9 @@ class Conditioning:
         return of_mask if self.mask_alone else codec_channels + of_mask
 
     def input_channels(self, codec: Codec) -> int:
-        """All channels that a model takes, with those of the noisy clip."""
+        """All channels that a model takes of the noisy clip, with those behind it."""
+        if self.apart:
+            return codec.channels
         return codec.channels + self.num_channels(codec.channels, codec.latent_frames.temporal)
 
     def branch_channels(self, codec: Codec) -> int:
@@ -217,9 +224,8 @@ class Conditioning:
         """What the model gets of clips of latents like [B, C, t, h, w], of which nothing is given."""
         if not self.has_channels:
             return None
-        return Condition(
-            like.new_zeros(len(like), self.num_channels(like.size(1), temporal), *like.shape[2:])
-        )
+        channels = self.num_channels(like.size(1), temporal)
+        return Condition(like.new_zeros(len(like), channels, *like.shape[2:]), is_apart=self.apart)
 
     def encode(self, codec: Codec, frames: Tensor, given: Sequence[Given]) -> Tensor:
         """frames: uint8 [B, T, H, W, 3], of each of which is given what `given` says → latents [B, C, t, h, w].
@@ -232,13 +238,30 @@ class Conditioning:
             ends = [codec.encode(frames[:, number, None], drawn=self.drawn) for number in (0, -1)]
             return torch.cat(ends, dim=2)
         num_latents = codec.latent_frames.num_latents(frames.size(1))
-        heads = []
+        scale = codec.given_scale if self.place == "channels" else 1.0
+        found = []
         for clip, each in zip(frames, given, strict=True):
-            head = codec.encode(clip[None, : each.head])
-            if self.place == "channels":
-                head = codec.given_scale * head
-            heads.append(F.pad(head, (0, 0, 0, 0, 0, num_latents - head.size(2))))
-        return torch.cat(heads)
+            parts = [(clip[: each.head], "head"), (clip[len(clip) - each.tail :], "tail")]
+            ends = []
+            for part, end in parts:
+                if len(part):
+                    latents = scale * codec.encode(part[None])
+                    rest = num_latents - latents.size(2)
+                    ends.append(F.pad(latents, (0, 0, 0, 0, *((0, rest) if end == "head" else (rest, 0)))))
+            found.append(torch.stack(ends).sum(0))
+        return torch.cat(found)
+
+    def marked(self, given: Sequence[Given], num_frames: int, latent_frames: LatentFrames) -> Tensor:
+        """Bool [B, t]: the latent frames of B clips that hold what is given, and nothing else."""
+        if not self.at_both_ends:
+            frames = torch.stack([each.frames(num_frames) for each in given])
+            return mask_of(frames, latent_frames).all(1)
+        numbers = torch.arange(latent_frames.num_latents(num_frames))
+        ends = [
+            [latent_frames.num_latents(count) if count else 0 for count in (each.head, each.tail)]
+            for each in given
+        ]
+        return torch.stack([(numbers < head) | (numbers >= len(numbers) - tail) for head, tail in ends])
 
 
 def mask_of(given: Tensor, latent_frames: LatentFrames) -> Tensor:
@@ -296,7 +319,8 @@ def check_conditions(
                 f"conditions.{kind} gives {max(KINDS[kind])} frames, and this model takes the first, the last or both; "
                 "set it to 0, and conditions.i2v_head, i2v_tail or i2v_loop above 0"
             )
-        if weight and KINDS[kind].tail and conditioning is not None and not (conditioning.in_grey or in_rows):
+        takes_tails = conditioning is None or conditioning.in_grey or in_rows or conditioning.at_both_ends
+        if weight and KINDS[kind].tail and not takes_tails:
             raise ValueError(
                 f"conditions.{kind} gives frames at the end of a clip, and this model takes them at its beginning; set "
                 "it to 0, and conditions.i2v_head or v2v_head above 0"
@@ -352,7 +376,7 @@ def branch_condition(
     mask = branch_mask(frames, kept.size(2)).to(kept)[:, None, :, None, None]
     mask = mask.expand(-1, spatial**2, -1, *kept.shape[-2:])
     whole = mask_of(frames, latent_frames).all(1).to(kept.device)
-    return Condition(torch.cat([kept, to_be_made, mask], dim=1), in_branch=True), whole
+    return Condition(torch.cat([kept, to_be_made, mask], dim=1), is_apart=True), whole
 
 
 def encode_condition(
@@ -378,7 +402,7 @@ def encode_condition(
     conditioned = [number for number, each in enumerate(given) if each != KINDS["t2v"]]
     if conditioned:
         latents[conditioned] = encode(conditioned).to(latents)
-    whole = mask.all(1)
+    whole = conditioning.marked(given, num_frames, latent_frames).to(like.device)
 
     def everywhere(mask: Tensor) -> Tensor:
         """[B, n, t] → [B, n, t, h, w], the same at every position of a latent frame."""
@@ -397,4 +421,4 @@ def encode_condition(
         latents = torch.cat([everywhere(mask), latents], dim=1)
     elif conditioning.mask == "latent frames":
         latents = torch.cat([latents, everywhere(whole[:, None])], dim=1)
-    return Condition(latents), whole
+    return Condition(latents, is_apart=conditioning.apart), whole

@@ -189,9 +189,11 @@ def draw_noise(
     return noise.to(like)
 
 
-def drop_captions(captions: Sequence[str], share: float, seed: int, positions: Sequence[int]) -> list[str]:
-    """The captions, a share of them emptied."""
-    draws = [torch.rand((), generator=generator(seed, "caption", position)).item() for position in positions]
+def drop_captions(
+    captions: Sequence[str], share: float, seed: int, positions: Sequence[int], *, purpose: str = "caption"
+) -> list[str]:
+    """The captions, a share of them emptied; `purpose` is that of the draw."""
+    draws = [torch.rand((), generator=generator(seed, purpose, position)).item() for position in positions]
     return ["" if draw < share else caption for draw, caption in zip(draws, captions, strict=True)]
 
 

@@ -330,7 +330,10 @@ class Trainer:
         if not self.is_first:
             return
         of = f" of the {expert.name} expert" if expert.name else ""
-        print(f"the adapter{of} for pipelines of diffusers: {path}", flush=True)
+        whom = "PEFT" if self.objective.recipe.home else "pipelines of diffusers"
+        print(f"the adapter{of} for {whom}: {path}", flush=True)
+        if self.objective.recipe.home:
+            return
         try:
             print(f"for ComfyUI: {write_comfyui_lora(path, path.parent / COMFYUI)}", flush=True)
         except ValueError as error:  # layers that have no name there

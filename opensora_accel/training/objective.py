@@ -32,6 +32,7 @@ from opensora_accel.regions import region
 from opensora_accel.training.adapters import without_adapters
 from opensora_accel.training.beside import latent_shares
 from opensora_accel.training.buckets import Bucket
+from opensora_accel.training.classes import arguments_of
 from opensora_accel.training.codec import Codec, LatentShape, build_codec
 from opensora_accel.training.conditions import (
     KINDS,
@@ -94,11 +95,18 @@ class Encoded:
                 None if self.is_regularisation is None else self.is_regularisation[one],
             )
 
-    def streams(self, seed: int, noise_offset: float = 0.0, sound_alpha: float = 1.0) -> list[Stream]:
-        """What is learned of the batch, with noise by the samples' positions; the times of sound are shifted."""
+    def streams(
+        self, seed: int, noise_offset: float = 0.0, sound_alpha: float = 1.0, least_noise: float = 0.0
+    ) -> list[Stream]:
+        """What is learned of the batch, with noise by the samples' positions; the times of sound are shifted.
+
+        Args:
+            least_noise: how much noise a clip has at time 0.
+        """
         noise = draw_noise(self.clean, seed, self.positions, noise_offset)
         learned = None if self.learned is None else self.learned.unsqueeze(1)
-        streams = [Stream(self.clean, noise, learned)]
+        clean = self.clean + least_noise * noise if least_noise else self.clean
+        streams = [Stream(clean, noise, learned)]
         if self.sound is not None:
             latents, is_there = self.sound
             noise = draw_noise(latents, seed, self.positions, purpose="noise of sound")
@@ -202,17 +210,20 @@ class Objective:
     def loss(self, batch: Encoded) -> Tensor:
         """The mean loss of this data rank's samples, a scalar."""
         config, seed = self.config.flow, self.config.seed
-        captions = drop_captions(batch.captions, config.caption_drop, seed, batch.positions)
+        drop = partial(drop_captions, batch.captions, config.caption_drop, seed, batch.positions)
+        captions = drop()
         alpha = self.time_shift(batch.bucket)
         times = self.recipe.draw_times(config, alpha, seed, batch.positions, batch.clean.size(2))
         predict = partial(
             self.predict,
             bucket=batch.bucket,
             captions=captions,
+            captions_2=drop(purpose="second caption") if self.recipe.drops_apart else captions,
             condition=batch.condition,
             in_place_of=batch.captions,
         )
-        streams = batch.streams(seed, config.noise_offset, self.sound_alpha(batch.bucket))
+        sound_alpha = self.sound_alpha(batch.bucket)
+        streams = batch.streams(seed, config.noise_offset, sound_alpha, self.recipe.least_noise)
         if batch.is_regularisation is not None:
             streams = self._kept_as_it_is(streams, times, batch.is_regularisation, predict)
         return flow_loss(
@@ -248,9 +259,10 @@ class Objective:
         alpha = self.time_shift(batch.bucket)
         times = self.recipe.times_at(torch.full((len(batch.captions),), time, dtype=torch.float64), alpha)
         expert = self.at(times * TIMESTEPS)
+        sound_alpha = self.sound_alpha(batch.bucket)
         return flow_loss(
             partial(expert.predict, bucket=batch.bucket, captions=batch.captions, condition=batch.condition),
-            batch.streams(self.config.seed, sound_alpha=self.sound_alpha(batch.bucket)),
+            batch.streams(self.config.seed, 0.0, sound_alpha, self.recipe.least_noise),
             times,
             weights=None if self.recipe.levels is None else self.recipe.levels.weights(times),
         )
@@ -262,8 +274,9 @@ class Objective:
         bucket: Bucket,
         captions: Sequence[str],
         condition: Condition | None = None,
-        guidance: float = 1.0,
+        guidance: float | None = None,
         in_place_of: Sequence[str] | None = None,
+        captions_2: Sequence[str] | None = None,
     ) -> list[Tensor]:
         """The velocities that the model predicts, [B, C, …] of each stream.
 
@@ -272,8 +285,9 @@ class Objective:
             timestep: [B], or [B, t] of latent frames.
             bucket: of all B clips.
             condition: what is given of the clips; None is nothing.
-            guidance: what a model is told that was distilled from guided ones.
+            guidance: what a model is told that was distilled from guided ones; None is what it is told in training.
             in_place_of: the captions of the clips, some of which are left out in `captions`.
+            captions_2: what a second encoder reads; None is the same.
         """
         shown = None if condition is None else condition.shown()
         with region("encode", "captions"):
@@ -283,9 +297,11 @@ class Objective:
             if shown is not None:
                 texts, lengths, seen = self._see(captions, shown)
             else:
-                texts = [each.encode(captions, self.device, self.dtype) for each in self.texts]
+                read = [captions, captions if captions_2 is None else captions_2][: len(self.texts)]
+                of_each = [*zip(self.texts, read, strict=True)]
+                texts = [text.encode(each, self.device, self.dtype) for text, each in of_each]
                 if self.recipe.takes_text_masks or self.recipe.packs:
-                    lengths = [_num_tokens(each, captions, in_place_of) for each in self.texts]
+                    lengths = [_num_tokens(text, each, in_place_of) for text, each in of_each]
             if self.recipe.takes_text_masks:
                 for length, text in zip(lengths, texts, strict=True):
                     ends = torch.tensor(length)
@@ -293,7 +309,6 @@ class Objective:
         if condition is None and self.conditioning is not None:
             condition = self._condition_of_nothing(noisy[0], bucket)
         sizes = self.frame_rate, self.codec.spatial, self.codec.latent_frames
-        config: Any = self.model.config
         inputs = Inputs(
             noisy[0],
             timestep,
@@ -302,8 +317,8 @@ class Objective:
             condition,
             *sizes,
             self.time_shift(bucket),
-            guidance,
-            config,
+            self.recipe.told_guidance if guidance is None else guidance,
+            arguments_of(self.model),
             sound=noisy[1] if self.sounds is not None else None,
             num_tokens=lengths,
             seen=seen,

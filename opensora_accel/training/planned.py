@@ -14,6 +14,7 @@ from torch import nn
 from opensora_accel.plan import Plan
 from opensora_accel.planner import Frozen, Job, Residents, Workload, choose
 from opensora_accel.training import build
+from opensora_accel.training.classes import arguments_of
 from opensora_accel.training.codec import VideoVAE, build_codec
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.pictures import build_picture_encoder
@@ -101,7 +102,7 @@ def planned_sizes(config: TrainConfig) -> list[PlannedSize]:
         with torch.device("meta"):
             outline: Any = true.model()
         tokens = build.tokens_per_sample(true.latents, outline)
-        heads = build.recipe_of(config.model).num_heads(outline.config)
+        heads = build.recipe_of(config.model).num_heads(arguments_of(outline))
         sizes.append(PlannedSize(f"{size.num_frames}x{size.height}x{size.width}", true, tokens, heads))
     return sizes
 

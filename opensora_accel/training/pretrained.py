@@ -50,7 +50,8 @@ def read_description(option: str, folder: str | Path, what: str) -> dict[str, An
 def with_defaults(cls: type, description: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration, with the defaults of its class for what it leaves out."""
     parameters = inspect.signature(cls).parameters
-    return {name: each.default for name, each in parameters.items()} | dict(description)
+    named = {name: each.default for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
+    return named | dict(description)
 
 
 def load_pretrained(

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 from opensora_accel.files import replacing
 from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.build import causal_block_size
+from opensora_accel.training.classes import arguments_of
 from opensora_accel.training.conditions import Condition, weights_of
 from opensora_accel.training.data import Clip, clip_of
 from opensora_accel.training.flow import draw_noise, generator, sample, staggered
@@ -180,25 +182,32 @@ def sample_latents(
             purpose, numbers = f"noise of given frames, step {next(steps)}", range(len(captions))
             drawn = draw_noise(given.latents, objective.config.seed, numbers, purpose=purpose)
             given = given.with_noise(drawn, config.addnoise_condition)
-        arguments: Any = expert.model.config
+        arguments = arguments_of(expert.model)
         # Distilled from guided answers, and told by how much they are to be guided.
-        if arguments.get("guidance_embeds"):
+        if arguments.get("guidance_embeds") or arguments.get("guidance_embed"):
             return expert.predict(latents, timestep, bucket, captions, given, config.guidance)
         conditional = expert.predict(latents, timestep, bucket, captions, given)
-        # At 1 the unconditional part cancels, and half of the model's calls are saved.
-        if config.guidance == 1.0:
-            return conditional
-        unconditional = expert.predict(
-            latents, timestep, bucket, [""] * len(captions), given, in_place_of=captions
+        without_caption = partial(
+            expert.predict, latents, timestep, bucket, [""] * len(captions), in_place_of=captions
         )
-        return [
-            without + config.guidance * (velocity - without)
-            for without, velocity in zip(unconditional, conditional, strict=True)
-        ]
+        # At 1 a part cancels, and its call of the model is saved.
+        by_frames = config.frame_guidance != 1.0 and given is not None
+        if config.guidance == 1.0 and not by_frames:
+            return conditional
+        unconditional = without_caption(condition=given)
+        found = _guided(unconditional, conditional, config.guidance)
+        if by_frames:
+            of_nothing = without_caption(condition=None)
+            # v₀ + γ (v_frames − v₀) + g (v − v_frames)
+            found = [
+                each + (config.frame_guidance - 1) * (shown - nothing)
+                for each, shown, nothing in zip(found, unconditional, of_nothing, strict=True)
+            ]
+        return found
 
     times = recipe.sample_times(config.sample_steps, objective.time_shift(bucket))
     if config.is_forced:
-        arguments: Any = objective.model.config
+        arguments = arguments_of(objective.model)
         num_given = 0 if condition is None else condition.num_given
         times = staggered(
             times, noise[0].size(2), config.ar_step, causal_block_size(arguments), num_given=num_given
@@ -211,6 +220,11 @@ def sample_latents(
     )
     # What was given in the place of noise is put back; what was given beside it, the model has made.
     return [clips if condition is None else condition.in_place(clips), *others]
+
+
+def _guided(without: Sequence[Tensor], velocities: Sequence[Tensor], guidance: float) -> list[Tensor]:
+    """Velocities of each stream, moved away from those without what guides them."""
+    return [each + guidance * (velocity - each) for each, velocity in zip(without, velocities, strict=True)]
 
 
 def _middle(video: Video, config: DataConfig) -> int:

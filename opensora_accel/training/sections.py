@@ -118,11 +118,13 @@ class ModelConfig:
     """The transformer that is trained."""
 
     class_name: str = "WanTransformer3DModel"
-    """Class of diffusers that is built from `config`, one that has a recipe; with `path`, the folder names it."""
+    """Class of diffusers that is built from `config`, one that has a recipe; with `path`, the folder names it. Or an
+    author's own, by where it is imported: opensora.models.mmdit.model:MMDiTModel."""
     config: JsonTable = field(default_factory=dict)
     """Arguments of that class, as JSON (a table in the file). Channels and text width follow from the codec."""
     path: str = ""
-    """Local folder of a model saved by diffusers, to go on from its weights."""
+    """Local folder of a model saved by diffusers, to go on from its weights; of an author's class a folder or a
+    .safetensors file."""
     path_2: str = ""
     """The same of the low-noise expert (transformer_2 of Wan 2.2's pipelines); see flow.boundary."""
 
@@ -138,7 +140,8 @@ class ModelConfig:
             for item in items:
                 if isinstance(item, float) and not math.isfinite(item):
                     raise ValueError(f"model.config.{name} must be a finite number; got {item}")
-        if self.path and self.config:
+        # The weights of an author's class may be a file alone.
+        if self.path and self.config and ":" not in self.class_name:
             raise ValueError(
                 "model.path brings its own config; leave model.config out, or leave model.path out"
             )
@@ -315,6 +318,9 @@ class FlowConfig:
     """Euler steps of a sampled clip; those of a model of noise levels are DDIM's."""
     guidance: float = 1.0
     """Classifier-free guidance of sampled clips; 1 is none."""
+    frame_guidance: float = 1.0
+    """Guidance of sampled clips by the frames that are given, beside that by the caption, of a model that learned clips
+    without them too (Open-Sora 2.0 has 3); 1 is none."""
     ar_step: CountOrNone = 0
     """With diffusion forcing, steps of a sampled clip by which each causal block is behind the one before it; 0 takes
     all together."""

@@ -9,7 +9,6 @@ the configured model is traced at its true size, without memory (`TrueSize`).
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -25,6 +24,7 @@ from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.plan import Plan
 from opensora_accel.training import build
 from opensora_accel.training.captions import TextShape
+from opensora_accel.training.classes import is_path, make, parameters_of
 from opensora_accel.training.codec import LatentFrames, build_codec, latent_shape
 from opensora_accel.training.conditions import Condition, Conditioning
 from opensora_accel.training.config import TrainConfig
@@ -147,7 +147,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
 
 def _tiny_model(config: ModelConfig, conditioning: Conditioning | None, is_causal: bool) -> ModelConfig:
     cls, recipe = build.model_class(config), build.recipe_of(config)
-    known = inspect.signature(cls.__init__).parameters
+    known = parameters_of(cls)
     # Those that follow from codec and text encoder follow here from the small ones.
     texts = [TextShape(1, 1)] * len(recipe.text)
     of_sound = None if recipe.sound is None else recipe.sound.folded
@@ -156,7 +156,7 @@ def _tiny_model(config: ModelConfig, conditioning: Conditioning | None, is_causa
     given = build.given_arguments(config)
     arguments = {name: value for name, value in given.items() if name not in derived}
     arguments |= {name: value for name, value in recipe.tiny.items() if name in known and name not in derived}
-    if conditioning is not None and "in_channels" in known:
+    if conditioning is not None and "in_channels" in known and not conditioning.apart:
         # By its channels a model says how it takes frames.
         channels = 3 * _PATCH**2
         arguments["in_channels"] = channels + conditioning.num_channels(channels, 1)
@@ -165,7 +165,8 @@ def _tiny_model(config: ModelConfig, conditioning: Conditioning | None, is_causa
     if given.get("use_learned_positional_embeddings"):
         # It takes clips of one size.
         arguments |= {"sample_frames": 5, "sample_height": 24 // _PATCH, "sample_width": 40 // _PATCH}
-    return ModelConfig(class_name=cls.__name__, config=arguments)
+    name = config.class_name if is_path(config.class_name) else cls.__name__
+    return ModelConfig(class_name=name, config=arguments)
 
 
 @dataclass(frozen=True)
@@ -247,10 +248,10 @@ class TrueSize:
         return cls(config, plan, arguments, latents, condition, *compression, batch_size, texts, sound, more)
 
     def model(self) -> nn.Module:
-        model: nn.Module = build.model_class(self.config.model).from_config(self.arguments)
+        model: nn.Module = make(build.model_class(self.config.model), self.arguments)
         if self.config.lora.is_used:
             build.adapt(model, self.config)
-        build.recipe_of(self.config.model).use_all(model)
+        build.recipe_of(self.config.model).prepare(model)
         return model
 
     def inputs(self, batch: int, dtype: torch.dtype = torch.float32) -> Inputs:

@@ -25,7 +25,7 @@ CAPTION = "a gradient of colour number 0"
 FAMILIES = {
     f"{name}, {each.pipeline}, {number}" if number else name: each
     for name, recipe in RECIPES.items()
-    if name == recipe.models[0] and name != "WanTransformer3DModel"
+    if name == recipe.models[0] and name != "WanTransformer3DModel" and not recipe.home
     for number, each in enumerate((recipe, *recipe.variants))
 }
 

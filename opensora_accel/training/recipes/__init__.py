@@ -15,6 +15,7 @@ from opensora_accel.training.recipes import (
     ltx2,
     minimax_h3,
     mochi,
+    open_sora,
     sana_video,
     wan,
 )
@@ -31,6 +32,7 @@ RECIPES: dict[str, Recipe] = {
         wan.LIKE_WAN,
         wan.VACE,
         wan.SKYREELS_V2,
+        open_sora.MMDIT,
         *(
             module.RECIPE
             for module in (

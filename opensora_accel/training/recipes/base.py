@@ -94,9 +94,9 @@ class Inputs:
 
     @property
     def branch(self) -> Tensor | None:
-        """What is given, where the model takes it in a branch of its own, [B, C', t, h, w]."""
+        """What is given, where the model takes it in an argument of its own, [B, C', t, h, w]."""
         condition = self.condition
-        return condition.latents if condition is not None and condition.in_branch else None
+        return condition.latents if condition is not None and condition.is_apart else None
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -174,9 +174,10 @@ def even_times(num_steps: int, alpha: float) -> Tensor:
 class Recipe:
     """A family's models, how they are called, and what they predict."""
 
-    # Classes of diffusers.
+    # Classes of diffusers, or of an author.
     models: tuple[str, ...]
-    # Its pipeline there, which it is held against.
+    # Its pipeline in diffusers, which it is held against; empty of an author's class, which is held against that
+    # author's own sampling and loss.
     pipeline: str
     # Argument of the model's forward → a field of Inputs, or a function of them. What is None is left out.
     call: Mapping[str, str | Callable[[Inputs], Any]]
@@ -189,12 +190,20 @@ class Recipe:
     layout: Literal["clip", "frames", "channels last", "tokens"] = "clip"
     # The noise levels that it was trained on, where it answers v or noise and not a velocity; None of a model of flow.
     levels: NoiseLevels | None = None
+    # The module of an author's class, where it is not one of diffusers.
+    home: str = ""
+    # The argument of the model's forward that takes latents.
+    latents: str = "hidden_states"
     # What a model without memory is made and called in, to try shapes; fakes where it asks what meta cannot answer.
     without_memory: Callable[[], AbstractContextManager[Any]] = lambda: torch.device("meta")
     # What its answer is multiplied by: −1 where it points from noise to the clip.
     sign: float = 1.0
+    # How much noise a clip has at time 0 in training, where that is not none.
+    least_noise: float = 0.0
     # What it takes of a caption, from each of its encoders.
     text: tuple[TextStates, ...] = (TextStates(),)
+    # Whether a caption is left out for each encoder by itself.
+    drops_apart: bool = False
     # What it sees of a first frame that is given, beside its latents; None takes no such states.
     pictures: PictureStates | None = None
     # How frames of a clip may be given: the first as a model has it that begins without weights.
@@ -213,10 +222,17 @@ class Recipe:
     times: Callable[[int, float], Tensor] = even_times
     # A sample begins with noise times that first time, in place of noise.
     begins_at_first_time: bool = False
+    # What a model that was distilled from guided answers is told in training.
+    told_guidance: float = 1.0
+    # Whether a sample may be guided by the frames that are given too, which a model learns that is shown clips without.
+    guided_by_frames: bool = False
     # How much of a first frame that is given a sample begins with, in the noise of every latent frame.
     frame_in_noise: float = 0.0
     # The blocks of which the last gives states of text that nothing uses.
     unused_text: str = ""
+    # Modules that are given numbers in whatever type the times have, and take those of their weights': so times need
+    # not be rounded to bf16.
+    embedders: tuple[str, ...] = ()
     # Arguments of a model that begins without weights, where they differ from its class's defaults.
     fresh: Mapping[str, Any] = field(default_factory=dict)
     # Options, by their full names, as what is published was trained with them.
@@ -248,6 +264,19 @@ class Recipe:
             source for source in self.call.values() if isinstance(source, str)
         )
 
+    def prepare(self, model: nn.Module) -> None:
+        """Makes a model one that can be trained as it is called here."""
+        self.use_all(model)
+
+        def cast(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+            return (args[0].to(next(module.parameters()).dtype),)
+
+        for name in self.embedders:
+            embedder = model.get_submodule(name)
+            # A model that is not told a number has nothing in the place of its embedder.
+            if any(True for _ in embedder.parameters()):
+                embedder.register_forward_pre_hook(cast)
+
     def use_all(self, model: nn.Module) -> None:
         """Adds 0 times what nothing uses to the answer of the model.
 
@@ -268,7 +297,7 @@ class Recipe:
         model.register_forward_hook(add)
 
     def arguments(self, inputs: Inputs) -> dict[str, Any]:
-        """What the model's forward is called with, `hidden_states` first."""
+        """What the model's forward is called with, latents first."""
         if self.levels is not None:
             times = inputs.timestep / TIMESTEPS
             inputs = dataclasses.replace(
@@ -298,14 +327,14 @@ class Recipe:
             name: getattr(inputs, source) if isinstance(source, str) else source(inputs)
             for name, source in self.call.items()
         }
-        return {"hidden_states": latents} | {
-            name: value for name, value in found.items() if value is not None
-        }
+        given = {name: value for name, value in found.items() if value is not None}
+        # What diffusers wraps an answer in is not needed.
+        return {self.latents: latents} | given | ({} if self.home else {"return_dict": False})
 
     def predict(self, forward: Callable[..., Sequence[Tensor] | Tensor], inputs: Inputs) -> list[Tensor]:
         """The velocities that a model answers: of clips [B, C, t, h, w], and of sound [B, C, L, M]."""
         calls = [*inputs.one_by_one()] if self.packs else [inputs]
-        found = [self._velocities(forward(**self.arguments(each), return_dict=False), each) for each in calls]
+        found = [self._velocities(forward(**self.arguments(each)), each) for each in calls]
         return found[0] if len(found) == 1 else [torch.cat(stream) for stream in zip(*found, strict=True)]
 
     def _velocities(self, answers: Sequence[Tensor] | Tensor, inputs: Inputs) -> list[Tensor]:

@@ -26,23 +26,7 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
         ValueError: an option is for models of other families, or for other weights.
     """
     family = recipe.models[0]
-    if config.conditions.are_used and not recipe.frames:
-        others = "a model that takes them, as WanTransformer3DModel"
-        if any(each.frames for each in recipe.variants):
-            others = "those of its weights that begin with a frame (another model.config)"
-        raise ValueError(
-            f"{family} takes no frames that are given; leave all of conditions but t2v out, or choose {others}"
-        )
-    if config.data.controls and not recipe.follows_controls:
-        raise ValueError(
-            f"{family} follows no controls; leave data.controls out, or choose a model that does: "
-            "WanVACETransformer3DModel"
-        )
-    if config.conditions.are_used and recipe.text[0].picture and config.text.cache:
-        raise ValueError(
-            f"{family}'s encoder of captions sees the frames that are given, and text.cache embeds captions alone, at "
-            "the start; set text.cache to False, and cache_folder to keep what the encoder gave"
-        )
+    _check_given(family, recipe, config)
     if recipe.begins_with_a_frame:
         _check_first_frame(family, config)
     _check_pictures(family, recipe.pictures, config)
@@ -68,6 +52,32 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
         _check_levels(family, config)
         _check_shift(config)
     _check_times(config)
+
+
+def _check_given(family: str, recipe: Recipe, config: TrainConfig) -> None:
+    """Raises ValueError where frames or controls are given to a family that takes none."""
+    if config.conditions.are_used and not recipe.frames:
+        others = "a model that takes them, as WanTransformer3DModel"
+        if any(each.frames for each in recipe.variants):
+            others = "those of its weights that begin with a frame (another model.config)"
+        raise ValueError(
+            f"{family} takes no frames that are given; leave all of conditions but t2v out, or choose {others}"
+        )
+    if config.data.controls and not recipe.follows_controls:
+        raise ValueError(
+            f"{family} follows no controls; leave data.controls out, or choose a model that does: "
+            "WanVACETransformer3DModel"
+        )
+    if config.conditions.are_used and recipe.text[0].picture and config.text.cache:
+        raise ValueError(
+            f"{family}'s encoder of captions sees the frames that are given, and text.cache embeds captions alone, at "
+            "the start; set text.cache to False, and cache_folder to keep what the encoder gave"
+        )
+    if config.flow.frame_guidance != 1 and not (recipe.guided_by_frames and config.conditions.are_used):
+        raise ValueError(
+            "flow.frame_guidance is for samples that begin with frames, of a model that learns clips without them too, "
+            f"as Open-Sora's MMDiTModel, and this run of {family} has none; leave it out"
+        )
 
 
 def _check_first_frame(family: str, config: TrainConfig) -> None:

@@ -40,6 +40,7 @@ from opensora_accel.experimental import experiment
 from opensora_accel.files import retried, sha256_of
 from opensora_accel.offload import allocate_on_host
 from opensora_accel.training.adapters import saved_weights
+from opensora_accel.training.classes import arguments_of
 from opensora_accel.training.optim import EMA, FreeAverage, is_quantized, numbers_of
 from opensora_accel.training.ranks import from_first_rank
 from opensora_accel.training.saved_state.folder import (
@@ -488,9 +489,14 @@ def _file_names(stem: str, places: Mapping[str, _Place]) -> dict[int, str]:
 
 
 def _config_of(model: nn.Module) -> str:
-    """What `from_pretrained` of diffusers reads, without FSDP's class and paths of this machine."""
-    values = json.loads(model.to_json_string())  # type: ignore[operator]
-    values.pop("_name_or_path", None)
+    """What `from_pretrained` of diffusers reads, without FSDP's class and paths of this machine.
+
+    Of an author's class the arguments of its configuration.
+    """
+    values = dict(arguments_of(model))
+    if isinstance(model.config, Mapping):
+        values = json.loads(model.to_json_string())  # type: ignore[operator]
+        values.pop("_name_or_path", None)
     values["_class_name"] = class_name(model)
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
 

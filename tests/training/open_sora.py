@@ -1,0 +1,185 @@
+"""Open-Sora's own sampling and losses, as plain loops on one device, and the trainer's objective of the same weights.
+
+Source: hpcaitech/Open-Sora, opensora/utils/sampling.py and train.py, scripts/diffusion/train.py and
+opensora/models/text/conditioner.py (main).
+"""
+
+import functools
+import itertools
+from types import SimpleNamespace
+
+import torch
+
+from opensora_accel.training import build
+from opensora_accel.training.classes import make
+from opensora_accel.training.codec import VideoVAE, latent_shape
+from opensora_accel.training.config import config_from_dict
+from opensora_accel.training.objective import Objective
+from opensora_accel.training.recipes import RECIPES
+from opensora_accel.training.text_encoders import build_text_encoder, train_tokenizer
+from tests.training.language import clip
+from tests.training.pipelines import CAPTIONS, CPU
+from tests.training.vaes import hunyuan_video_vae
+
+# Stand-ins for the authors' classes.
+MMDIT = "tests.opensora_models.mmdit:MMDiTModel"
+CLASSES = {"MMDiTModel": MMDIT}
+
+
+def MMDiTModel():
+    """Has the name of a class, and is none."""
+
+
+STEPS, GUIDANCE, OF_FRAMES = 4, 7.5, 3.0
+
+
+@functools.cache
+def encoders():
+    """A small T5 and a small CLIP, in fp64."""
+    torch.manual_seed(0)
+    config = config_from_dict({"text": {"length": 8, "width": 32}}, "the test").text
+    taken = RECIPES["MMDiTModel"].text
+    t5 = build_text_encoder(config, train_tokenizer(CAPTIONS), 0, CPU, torch.float64, taken)
+    return [t5, clip(taken[1], t5.tokenizer)]
+
+
+def setting(size=(13, 32, 48), **changes):
+    """The trainer's objective of a tiny MMDiT, in fp64, for clips of `size`."""
+    torch.manual_seed(0)
+    codec = VideoVAE(hunyuan_video_vae().double())
+    values = {
+        "data": dict(zip(("num_frames", "height", "width"), size, strict=True)),
+        "model": {"class_name": MMDIT, "config": dict(RECIPES["MMDiTModel"].tiny)},
+        "text": {"length": 8, "width": 32, "cache": False},
+        "flow": {"guidance": GUIDANCE, "frame_guidance": OF_FRAMES, "sample_steps": STEPS},
+        "conditions": {"i2v_head": 1.0},
+    }
+    for name, value in changes.items():
+        values[name] = {**values.get(name, {}), **value}
+    config, texts = config_from_dict(values, "the test"), encoders()
+    arguments = build.model_arguments(config, codec, [text.shape for text in texts])
+    model = make(build.model_class(config.model), arguments).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    shape = latent_shape(codec, *size)
+    (bucket,) = config.data.sizes
+    around = {bucket: shape}, {bucket: build.tokens_per_sample(shape, model)}, 24.0, CPU, torch.float64
+    recipe, conditioning = build.recipe_of(config.model), build.conditioning_of(config, codec)
+    objective = Objective(config, recipe, codec, texts, None, conditioning, None, model, model, *around)
+    return SimpleNamespace(objective=objective, model=model, vae=codec.model, bucket=bucket, shape=shape)
+
+
+def packed(x):
+    """[B, C, T, 2H, 2W] → [B, T·H·W, 4C]."""
+    return x.unfold(3, 2, 2).unfold(4, 2, 2).permute(0, 2, 3, 4, 1, 5, 6).flatten(4).flatten(1, 3)
+
+
+def unpacked(tokens, shape):
+    """[B, T·H·W, 4C] → [B, C, T, 2H, 2W] of this `shape` [C, T, 2H, 2W]."""
+    channels, frames, height, width = shape
+    patches = tokens.unflatten(1, (frames, height // 2, width // 2)).unflatten(4, (channels, 2, 2))
+    return patches.permute(0, 4, 1, 2, 5, 3, 6).flatten(5, 6).flatten(3, 4)
+
+
+def states_of(texts, prompts):
+    """Every token of T5, padding among them, which it attends to; and CLIP's pooled state."""
+    found = []
+    for text, key in zip(texts, ("last_hidden_state", "pooler_output"), strict=True):
+        tokens = text.tokenizer(
+            prompts,
+            truncation=True,
+            max_length=text.shape.length if key == "last_hidden_state" else 77,
+            padding="max_length",
+            return_tensors="pt",
+        )
+        found.append(text.model(input_ids=tokens["input_ids"], attention_mask=None)[key])
+    return found
+
+
+def inputs_of(made, prompts, pooled_of=None):
+    """What the model gets beside a clip: places, states of text."""
+    _, frames, height, width = made.shape
+    places = [[t, h, w] for t in range(frames) for h in range(height // 2) for w in range(width // 2)]
+    txt, _ = states_of(made.objective.texts, prompts)
+    _, vec = states_of(made.objective.texts, pooled_of or prompts)
+    return {
+        "img_ids": torch.tensor(places, dtype=torch.float64).repeat(len(prompts), 1, 1),
+        "txt": txt,
+        "txt_ids": torch.zeros(len(prompts), txt.size(1), 3, dtype=torch.float64),
+        "y_vec": vec,
+    }
+
+
+def encoded(vae, frames):
+    """uint8 [B, T, H, W, 3] → latents, scaled."""
+    with torch.no_grad():
+        return vae.encode(frames.movedim(-1, 1).double() / 127.5 - 1).latent_dist.mode() * (
+            vae.config.scaling_factor
+        )
+
+
+def condition_of(made, frames, kinds, lengths):
+    """Of each clip the mask, and the latents of the frames that are given, which are encoded alone: [B, 1 + C, …].
+
+    Args:
+        lengths: how many frames those that go on with a clip, or lead to one, are given.
+    """
+    masks = torch.zeros(len(kinds), 1, *made.shape[1:], dtype=torch.float64)
+    latents = torch.zeros(len(kinds), *made.shape, dtype=torch.float64)
+    for i, kind in enumerate(kinds):
+        for end in ("head", "tail"):
+            if not (kind.endswith(end) or kind == "i2v_loop"):
+                continue
+            count = lengths if kind.startswith("v2v") else 1
+            num_latents = (count - 1) // 4 + 1
+            given, of_frames = (
+                (slice(0, num_latents), slice(0, count))
+                if end == "head"
+                else (slice(-num_latents, None), slice(-count, None))
+            )
+            masks[i, :, given] = 1
+            latents[i, :, given] = encoded(made.vae, frames[i : i + 1, of_frames])[0]
+    return torch.cat([masks, masks * latents], dim=1)
+
+
+def shift_of(made):
+    _, frames, height, width = made.shape
+    slope = (3 - 1) / (4096 - 256)
+    return (slope * (height * width // 4) + 1 - slope * 256) * frames**0.5
+
+
+@torch.no_grad()
+def sampled(made, noise, prompts, condition, guidance=GUIDANCE, of_frames=OF_FRAMES):
+    """Latents by three answers a step: with caption and frames, with frames, with neither."""
+    count, alpha = len(prompts), shift_of(made)
+    times = torch.linspace(1, 0, STEPS + 1, dtype=torch.float64)
+    times = alpha * times / (1 + (alpha - 1) * times)
+    inputs = inputs_of(made, [*prompts, *[""] * (2 * count)])
+    cond = packed(condition)
+    img = packed(noise)
+    for now, then in itertools.pairwise(times):
+        answer = made.model(
+            img=torch.cat([img] * 3),
+            **inputs,
+            cond=torch.cat([cond, cond, torch.zeros_like(cond)]),
+            timesteps=now.repeat(3 * count),
+            guidance=torch.full((3 * count,), guidance, dtype=torch.float64),
+        )
+        whole, without_text, without_all = answer.chunk(3)
+        step = without_all + of_frames * (without_text - without_all) + guidance * (whole - without_text)
+        img = img + (then - now) * step
+    return unpacked(img, made.shape)
+
+
+def loss_of(made, clean, noise, times, prompts, pooled_of, condition, sigma_min=1e-5):
+    """The mean squared error of the velocity, in packed latents; a model that is told is told 4."""
+    x_0, x_1, t_rev = packed(clean), packed(noise), (1 - times)[:, None, None]
+    x_t = t_rev * x_0 + (1 - (1 - sigma_min) * t_rev) * x_1
+    answer = made.model(
+        img=x_t,
+        **inputs_of(made, prompts, pooled_of),
+        cond=packed(condition),
+        timesteps=times,
+        guidance=torch.full((len(prompts),), 4.0, dtype=torch.float64),
+    )
+    return torch.nn.functional.mse_loss(answer, (1 - sigma_min) * x_1 - x_0)
