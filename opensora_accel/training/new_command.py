@@ -1,4 +1,4 @@
-"""`opensora-accel new`: from the folder of a pipeline to a configuration that trains it."""
+"""`opensora-accel new`: from the folder of a pipeline, or of an author's weights, to a configuration that trains it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter
 
+from opensora_accel.deferred import deferred_init
 from opensora_accel.documents import read_json
 from opensora_accel.files import check_folder_of, replacing
 from opensora_accel.plan import Plan
 from opensora_accel.training import build
+from opensora_accel.training.classes import make
 from opensora_accel.training.codec import build_codec
 from opensora_accel.training.config import AUTO_PLAN, TrainConfig, config_from_dict, load_config
-from opensora_accel.training.recipes import Recipe, check_recipe, patches_of
+from opensora_accel.training.recipes import RECIPES, Recipe, check_recipe, patches_of
 from opensora_accel.training.sections import CodecConfig, ModelConfig
 from opensora_accel.training.text_encoders import text_shapes
+from opensora_accel.weights import load_weights
 
 # A line of the file: an option, its value, and what to know of it.
 _Line = tuple[str, Any, str]
@@ -55,6 +59,38 @@ _PUBLISHED = {
 }
 
 
+@dataclass(frozen=True)
+class _OfAuthor:
+    """What an author publishes for a class of his own, by its places in one folder."""
+
+    source: str
+    model: str
+    weights: str
+    texts: tuple[str, ...]
+    # Where a VAE of diffusers lies that makes the same latents, in its folder vae.
+    vae_source: str
+
+    @property
+    def how(self) -> str:
+        """The commands that bring it."""
+        into = "--local-dir FOLDER"
+        return (
+            f"`hf download {self.source} {into}` brings it, and its VAE `hf download {self.vae_source} --include "
+            f"'vae/*' {into}`"
+        )
+
+
+_OF_AUTHORS = {
+    "open-sora-v2": _OfAuthor(
+        "hpcai-tech/Open-Sora-v2",
+        "MMDiTModel",
+        "Open_Sora_v2.safetensors",
+        ("google/t5-v1_1-xxl", "openai/clip-vit-large-patch14"),
+        "hunyuanvideo-community/HunyuanVideo",
+    ),
+}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Writes the file, and beside it the schema that editors complete and check it by; prints how to start.
 
@@ -81,6 +117,11 @@ def main(arguments: Sequence[str]) -> int:
     config = config_from_dict(_nested(lines), str(folder))
     _check(config)
     plan: Plan | None = None
+    if given.gpus is not None and build.recipe_of(config.model).home:
+        raise ValueError(
+            f"--gpus and --hardware ask the planner, which follows a model without a GPU, and kernels of "
+            f"{config.model.class_name} may need one; leave them out, and set the degrees of [plan] in {output}"
+        )
     if given.gpus is not None:
         plan = _plan(config, given.gpus, given.hardware)
         lines = [(name, plan.data, note) if name == "data.batch_size" else (name, value, note)
@@ -108,14 +149,14 @@ def _parser() -> argparse.ArgumentParser:
         "      adapters of both experts, each at its own times, from first frames\n"
         "  opensora-accel new HunyuanVideo --full --gpus 64 --hardware h100x8-ib400\n"
         "      all weights, with the plan of 64 H100\n\n"
-        f"names that are looked up: {', '.join(_PUBLISHED)}",
+        f"names that are looked up: {', '.join([*_PUBLISHED, *_OF_AUTHORS])}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
         "pipeline",
         metavar="FOLDER",
-        help="of a pipeline of diffusers: it has a model_index.json, or a modular one",
+        help="of a pipeline of diffusers: it has a model_index.json, or a modular one; or of Open-Sora 2.0",
     )
     parser.add_argument(
         "--data", default="clips", metavar="FOLDER", help="with the videos and captions (clips)"
@@ -152,8 +193,14 @@ def _pipeline_folder(name: str) -> Path:
         FileNotFoundError: there is none, or no pipeline in it.
     """
     folder = Path(name)
-    if any((folder / each).is_file() for each in _INDICES):
+    if any((folder / each).is_file() for each in _INDICES) or _author_of(folder):
         return folder
+    if name.lower() in _OF_AUTHORS and not folder.exists():
+        author = _OF_AUTHORS[name.lower()]
+        raise FileNotFoundError(
+            f"there is no folder {name}; {author.source} is what goes by that name: "
+            f"{author.how.replace('FOLDER', name)}"
+        )
     if name.lower() in _PUBLISHED and not folder.exists():
         source = _PUBLISHED[name.lower()]
         raise FileNotFoundError(
@@ -167,17 +214,33 @@ def _pipeline_folder(name: str) -> Path:
     )
 
 
+def _author_of(folder: Path) -> _OfAuthor | None:
+    """Whose weights lie there."""
+    return next((each for each in _OF_AUTHORS.values() if (folder / each.weights).is_file()), None)
+
+
+def _model_in(folder: Path) -> ModelConfig:
+    """The model that lies there."""
+    author = _author_of(folder)
+    if author is None:
+        return ModelConfig(path=str(folder / "transformer"))
+    class_name = f"{RECIPES[author.model].home}:{author.model}"
+    return ModelConfig(class_name=class_name, path=str(folder / author.weights))
+
+
 def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
     """What the file says, by what lies in the folder.
 
     Raises:
         ValueError, FileNotFoundError: its model has no recipe, or it has no model.
     """
-    index = next(read_json(folder / each, dict[str, Any]) for each in _INDICES if (folder / each).is_file())
-    model_path = folder / "transformer"
-    recipe = build.recipe_of(ModelConfig(path=str(model_path)))
+    indices = [folder / each for each in _INDICES if (folder / each).is_file()]
+    index = read_json(indices[0], dict[str, Any]) if indices else {}
+    model, author = _model_in(folder), _author_of(folder)
+    recipe = build.recipe_of(model)
     published = dict(recipe.published)
-    arguments = read_json(model_path / "config.json", dict[str, Any])
+    arguments = build.all_arguments(model)
+    text_folders = author.texts if author else ("text_encoder", "text_encoder_2")
     lines: list[_Line] = [
         ("output", f"runs/{folder.resolve().name}", "saved states, metrics and samples"),
         ("steps", 2000, ""),
@@ -217,7 +280,12 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
             else []
         ),
         ("data.batch_size", 1, "clips per step, over all GPUs together: a multiple of the plan's data ranks"),
-        ("model.path", str(model_path), ""),
+        *(
+            [("model.class_name", model.class_name, "imported: its repository is on PYTHONPATH")]
+            if author
+            else []
+        ),
+        ("model.path", model.path, ""),
     ]
     boundary = index.get("boundary_ratio")
     if isinstance(boundary, float) and (folder / "transformer_2").is_dir():
@@ -228,7 +296,7 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
     lines += [
         ("codec.path", str(folder / "vae"), ""),
         *([("codec.sound_path", str(folder / "audio_vae"), "")] if recipe.makes_sound else []),
-        ("text.path", str(folder / "text_encoder"), ""),
+        ("text.path", str(folder / text_folders[0]), ""),
         (
             "text.length",
             arguments.get("max_text_seq_length", published["text.length"]),
@@ -236,7 +304,7 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
         ),
     ]
     if len(recipe.text) == 2:
-        lines.append(("text.path_2", str(folder / "text_encoder_2"), ""))
+        lines.append(("text.path_2", str(folder / text_folders[1]), ""))
     if recipe.text[0].connectors:
         lines.append(("text.path_2", str(folder / "connectors"), "what it makes of the encoder's states"))
     if takes_frames:
@@ -257,6 +325,15 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
             ),
             ("conditions.i2v_head", 1.0, "and half from their first frame"),
         ]
+    lines += [
+        (
+            name,
+            value,
+            "as it was trained: how often which frames of a clip are given" if name.endswith("t2v") else "",
+        )
+        for name, value in published.items()
+        if name.startswith("conditions.")
+    ]
     lines += _flow_lines(folder, index, recipe, published)
     if rank:
         lines += [
@@ -292,8 +369,16 @@ def _flow_lines(
         yield "flow.time_distribution", published["flow.time_distribution"], ""
     if recipe.takes_forcing and "DiffusionForcing" in str(index.get("_class_name")):
         yield "flow.diffusion_forcing", "non-decreasing", "a time for each latent frame, as it was trained"
-    if "flow.caption_drop" in published:
-        yield "flow.caption_drop", published["flow.caption_drop"], "it is never asked without a caption"
+    drop = published.get("flow.caption_drop")
+    if drop is not None:
+        yield (
+            "flow.caption_drop",
+            drop,
+            "as it was trained" if drop else "it is never asked without a caption",
+        )
+    for name, of in (("flow.guidance", "their captions"), ("flow.frame_guidance", "frames that are given")):
+        if name in published:
+            yield name, published[name], f"of sampled clips, by {of}"
 
 
 def _check(config: TrainConfig) -> None:
@@ -309,8 +394,14 @@ def _check(config: TrainConfig) -> None:
         check_recipe(recipe, alone)
     codec = build_codec(config.codec, torch.device("meta"), torch.float32)
     texts = text_shapes(config.text, build.texts_of(config))
+    if not build.brings_config(config.model):
+        # Its arguments follow from what lies beside it, and whether they are those of the weights, these say.
+        with deferred_init():
+            model = make(build.model_class(config.model), build.model_arguments(config, codec, texts))
+        load_weights(model, config.model.path)
     arguments = build.all_arguments(config.model)
-    for name, needed in build.derived_arguments(config, codec, texts).items():
+    derived = build.derived_arguments(config, codec, texts) if build.brings_config(config.model) else {}
+    for name, needed in derived.items():
         if not build.is_same(arguments[name], needed):
             raise ValueError(
                 f"{config.model.path} has {name} {arguments[name]}, and what lies beside it gives {needed}: they are "
@@ -351,17 +442,20 @@ def _text(
         f"# Trains {folder.resolve().name}. Every option: opensora-accel train --help",
         *_table(lines, ""),
     ]
-    has_two = any(name == "flow.boundary" for name, _, _ in lines)
-    if plan is None and not has_two:
+    names = [name for name, _, _ in lines]
+    uncounted = "the planner counts one model" if "flow.boundary" in names else ""
+    if "model.class_name" in names:
+        uncounted = "the planner knows no kernels of its author"
+    if plan is None and not uncounted:
         made.append('plan = "auto"         # chosen for the GPUs that the run finds, where it starts')
     tables = dict.fromkeys(name.partition(".")[0] for name, _, _ in lines if "." in name)
     tables.pop("plan", None)
     for table in tables:
         made += ["", f"[{table}]", *_table(lines, table)]
-    if plan is None and has_two:
+    if plan is None and uncounted:
         made += [
             "",
-            "[plan]                # the planner counts one model; degrees for your GPUs, as ulysses = 8",
+            f"[plan]                # {uncounted}; degrees for your GPUs, as ulysses = 8",
             'precision = "bf16"',
         ]
     if plan is not None:

@@ -1,7 +1,10 @@
 """Open-Sora's own models, whose classes are imported: samples and losses are those of its scripts."""
 
+import copy
 import dataclasses
 import json
+import sys
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -9,16 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from opensora_accel import Plan
-from opensora_accel.training import build
+from opensora_accel.training import build, new_command
 from opensora_accel.training.classes import arguments_of
 from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.conditions import KINDS, Given
+from opensora_accel.training.config import load_config
 from opensora_accel.training.data import Batch, Clip
 from opensora_accel.training.flow import draw_noise, draw_times, drop_captions
 from opensora_accel.training.loop import Trainer
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.samples import sample_latents
 from opensora_accel.training.text_encoders import text_shapes
+from opensora_accel.training.tiny_run import write_clips
 from opensora_accel.verify.pool import RankError
 from opensora_accel.weights import find_stored
 from tests.opensora_models.mmdit import MMDiTConfig, MMDiTModel
@@ -285,6 +290,83 @@ def test_weights_that_do_not_fit_are_refused(ranks, clips, tmp_path):
         RankError, match=r"weights has a config\.json; leave model\.config out, or give the file"
     ):
         ranks(1, losses_of, run_config(clips, tmp_path / "run", model=model))
+
+
+@pytest.fixture
+def published(tmp_path, monkeypatch):
+    """A folder as `hf download` makes it, of tiny parts, and a repository whose class is the stand-in."""
+    recipe, folder = RECIPES["MMDiTModel"], tmp_path / "open-sora-v2"
+    tiny = {**recipe.fresh, **recipe.tiny}
+    monkeypatch.setitem(RECIPES, "MMDiTModel", dataclasses.replace(recipe, fresh=tiny))
+    monkeypatch.setitem(sys.modules, recipe.home, SimpleNamespace(MMDiTModel=MMDiTModel))
+    made = setting()
+    made.vae.float().save_pretrained(folder / "vae")
+    for text, name in zip(
+        made.objective.texts, ("google/t5-v1_1-xxl", "openai/clip-vit-large-patch14"), strict=True
+    ):
+        copy.deepcopy(text.model).float().save_pretrained(folder / name)
+        text.tokenizer.save_pretrained(folder / name)
+    arguments = {**arguments_of(made.model), **tiny}
+    save_file(
+        randomize(MMDiTModel(MMDiTConfig(**arguments))).state_dict(), folder / "Open_Sora_v2.safetensors"
+    )
+    return folder
+
+
+def test_new_writes_what_open_sora_was_trained_with(ranks, tmp_path, published):
+    output = tmp_path / "train.toml"
+    assert new_command.main([str(published), "--output", str(output)]) == 0
+    config, text = load_config(output), output.read_text()
+    assert config.model.class_name == "opensora.models.mmdit.model:MMDiTModel"
+    assert config.model.path == str(published / "Open_Sora_v2.safetensors") and not config.model.config
+    assert (config.data.num_frames, config.data.height, config.data.width) == (129, 576, 1024)
+    given = config.conditions
+    assert (given.t2v, given.i2v_head, given.i2v_loop, given.i2v_tail) == (1, 5, 1, 1)
+    flow = config.flow
+    assert (flow.shift, flow.caption_drop, flow.guidance, flow.frame_guidance) == (
+        "auto",
+        0.31622777,
+        7.5,
+        3.0,
+    )
+    assert config.text.length == 512 and config.text.path_2.endswith("openai/clip-vit-large-patch14")
+    assert "repository is on PYTHONPATH" in text and "\n[plan]" in text and 'plan = "auto"' not in text
+    with pytest.raises(ValueError, match="ask the planner, which follows a model without a GPU"):
+        more = ["--gpus", "8", "--hardware", "h100x8"]
+        new_command.main([str(published), "--output", str(tmp_path / "planned.toml"), *more])
+    # What was written trains: here with the class where it lies, in clips of five frames.
+    tiny, folder = dict(RECIPES["MMDiTModel"].fresh), write_clips(tmp_path / "clips")
+    lines = [json.dumps({"file": f"{n}.mp4", "caption": CAPTIONS[n % 2]}) for n in range(5)]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    config = dataclasses.replace(
+        config,
+        steps=2,
+        output=str(tmp_path / "run"),
+        num_samples=1,
+        data=dataclasses.replace(config.data, folder=str(folder), num_frames=5, height=32, width=48),
+        model=dataclasses.replace(config.model, class_name=MMDIT, config=tiny),
+        flow=dataclasses.replace(flow, sample_steps=2),
+    )
+    (losses,) = ranks(1, all_losses, config)
+    assert len(losses) == 2 and all(0 < loss < 10 for loss in losses)
+    # Weights of other sizes than what lies beside them gives.
+    state = load_file(config.model.path)
+    save_file({**state, "txt_in.weight": torch.zeros(36, 7)}, config.model.path)
+    with pytest.raises(
+        ValueError, match=r"txt_in\.weight is \[36, 7\] in .* and \[36, 32\] in this MMDiTModel"
+    ):
+        new_command.main([str(published), "--output", str(tmp_path / "other.toml")])
+
+
+def test_new_says_how_open_sora_comes_to_be_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = r"hpcai-tech/Open-Sora-v2 --local-dir open-sora-v2` brings it, and its VAE `hf download hunyuanvideo-comm"
+    with pytest.raises(FileNotFoundError, match=told):
+        new_command.main(["open-sora-v2"])
+    (tmp_path / "open-sora-v2").mkdir()
+    save_file({"a": torch.zeros(1)}, tmp_path / "open-sora-v2" / "Open_Sora_v2.safetensors")
+    with pytest.raises(ValueError, match=r"'opensora\.models\.mmdit\.model:MMDiTModel' cannot be imported"):
+        new_command.main(["open-sora-v2"])
 
 
 def all_losses(config):
