@@ -343,7 +343,7 @@ def model_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextShape
     if config.flow.causal_block_size:
         given["num_frame_per_block"] = config.flow.causal_block_size
     if brings_config(config.model):
-        return given
+        return {**given, **recipe.forced}
     return {**recipe.fresh, **derived_arguments(config, codec, texts), **given}
 
 

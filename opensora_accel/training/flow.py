@@ -46,10 +46,13 @@ def generator(seed: int, purpose: str, counter: int) -> torch.Generator:
 def time_shift(config: FlowConfig, tokens_per_frame: int, num_frames: int) -> float:
     """α of t' = αt / (1 + (α − 1)t).
 
-    "auto" has 1 at 256 tokens a frame and 3 at 4,096, times the root of the latent frames. "ltx" moves the mean of the
+    "open-sora-1.2" has 1 at 1,024 tokens of a clip, an image of 512 × 512 pixels, and grows with their root. "auto" has
+    1 at 256 tokens a frame and 3 at 4,096, times the root of the latent frames. "ltx" moves the mean of the
     normal distribution, by 0.95 at 1,024 tokens of a clip and by 2.05 at 4,096: sigmoid(x + μ) is sigmoid(x), moved by
     α = exp(μ).
     """
+    if config.shift == "open-sora-1.2":
+        return math.sqrt(tokens_per_frame * num_frames / 1024)
     if config.shift == "ltx":
         return math.exp(0.95 + (2.05 - 0.95) * (tokens_per_frame * num_frames - 1024) / (4096 - 1024))
     if config.shift != "auto":

@@ -300,6 +300,10 @@ class Objective:
                 read = [captions, captions if captions_2 is None else captions_2][: len(self.texts)]
                 of_each = [*zip(self.texts, read, strict=True)]
                 texts = [text.encode(each, self.device, self.dtype) for text, each in of_each]
+                if self.recipe.text_of_nothing:
+                    learned = self.model.get_buffer(self.recipe.text_of_nothing).to(texts[0])
+                    is_there = torch.tensor([bool(each) for each in captions], device=self.device)
+                    texts[0] = torch.where(is_there[:, None, None], texts[0], learned[: texts[0].size(1)])
                 if self.recipe.takes_text_masks or self.recipe.packs:
                     lengths = [_num_tokens(text, each, in_place_of) for text, each in of_each]
             if self.recipe.takes_text_masks:

@@ -283,9 +283,10 @@ class LoraConfig:
 class FlowConfig:
     """Flow matching: which times are trained, and how a clip is sampled."""
 
-    shift: AboveZero | Literal["auto", "ltx"] = "auto"
-    """Time shift towards noise; auto grows with resolution and length, as Open-Sora's, ltx as LTX-Video's. For a model
-    of noise levels auto is 1, and another number the root of its scheduler's snr_shift_scale."""
+    shift: AboveZero | Literal["auto", "ltx", "open-sora-1.2"] = "auto"
+    """Time shift towards noise; auto grows with resolution and length, as Open-Sora 2.0's, open-sora-1.2 as 1.2's, ltx
+    as LTX-Video's. For a model of noise levels auto is 1, and another number the root of its scheduler's
+    snr_shift_scale."""
     time_distribution: Literal["logit-normal", "uniform", "stretched"] = "logit-normal"
     """Distribution of times before the shift; stretched is logit-normal, of which what lies between 0.5 and 99.9
     percent behind the shift is spread from 0 to 1, and a tenth uniform, as LTX-2's."""

@@ -1,7 +1,7 @@
 """Open-Sora's own sampling and losses, as plain loops on one device, and the trainer's objective of the same weights.
 
 Source: hpcaitech/Open-Sora, opensora/utils/sampling.py and train.py, scripts/diffusion/train.py and
-opensora/models/text/conditioner.py (main).
+opensora/models/text/conditioner.py (main); of 1.2 opensora/schedulers/rf and opensora/models/text_encoder/t5.py.
 """
 
 import functools
@@ -19,11 +19,12 @@ from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.text_encoders import build_text_encoder, train_tokenizer
 from tests.training.language import clip
 from tests.training.pipelines import CAPTIONS, CPU
-from tests.training.vaes import hunyuan_video_vae
+from tests.training.vaes import hunyuan_video_vae, picture_vae
 
 # Stand-ins for the authors' classes.
 MMDIT = "tests.opensora_models.mmdit:MMDiTModel"
-CLASSES = {"MMDiTModel": MMDIT}
+STDIT3 = "tests.opensora_models.stdit3:STDiT3"
+CLASSES = {"MMDiTModel": MMDIT, "STDiT3": STDIT3}
 
 
 def MMDiTModel():
@@ -34,29 +35,31 @@ STEPS, GUIDANCE, OF_FRAMES = 4, 7.5, 3.0
 
 
 @functools.cache
-def encoders():
-    """A small T5 and a small CLIP, in fp64."""
+def encoders(name):
+    """A small T5, and of an MMDiT a small CLIP, in fp64."""
     torch.manual_seed(0)
     config = config_from_dict({"text": {"length": 8, "width": 32}}, "the test").text
-    taken = RECIPES["MMDiTModel"].text
+    taken = RECIPES[name].text
     t5 = build_text_encoder(config, train_tokenizer(CAPTIONS), 0, CPU, torch.float64, taken)
-    return [t5, clip(taken[1], t5.tokenizer)]
+    return [t5, *(clip(each, t5.tokenizer) for each in taken[1:])]
 
 
-def setting(size=(13, 32, 48), **changes):
-    """The trainer's objective of a tiny MMDiT, in fp64, for clips of `size`."""
+def setting(size=(13, 32, 48), name="MMDiTModel", **changes):
+    """The trainer's objective of a tiny model, in fp64, for clips of `size`."""
     torch.manual_seed(0)
-    codec = VideoVAE(hunyuan_video_vae().double())
+    codec = VideoVAE((hunyuan_video_vae if name == "MMDiTModel" else picture_vae)().double())
     values = {
         "data": dict(zip(("num_frames", "height", "width"), size, strict=True)),
-        "model": {"class_name": MMDIT, "config": dict(RECIPES["MMDiTModel"].tiny)},
+        "model": {"class_name": CLASSES[name], "config": dict(RECIPES[name].tiny)},
         "text": {"length": 8, "width": 32, "cache": False},
-        "flow": {"guidance": GUIDANCE, "frame_guidance": OF_FRAMES, "sample_steps": STEPS},
+        "flow": {"guidance": GUIDANCE, "sample_steps": STEPS},
         "conditions": {"i2v_head": 1.0},
     }
-    for name, value in changes.items():
-        values[name] = {**values.get(name, {}), **value}
-    config, texts = config_from_dict(values, "the test"), encoders()
+    if name == "MMDiTModel":
+        values["flow"]["frame_guidance"] = OF_FRAMES
+    for table, value in changes.items():
+        values[table] = {**values.get(table, {}), **value}
+    config, texts = config_from_dict(values, "the test"), encoders(name)
     arguments = build.model_arguments(config, codec, [text.shape for text in texts])
     model = make(build.model_class(config.model), arguments).double().eval()
     for parameter in model.parameters():
@@ -111,11 +114,10 @@ def inputs_of(made, prompts, pooled_of=None):
 
 
 def encoded(vae, frames):
-    """uint8 [B, T, H, W, 3] → latents, scaled."""
+    """uint8 [B, (T,) H, W, 3] → latents, scaled."""
     with torch.no_grad():
-        return vae.encode(frames.movedim(-1, 1).double() / 127.5 - 1).latent_dist.mode() * (
-            vae.config.scaling_factor
-        )
+        pixels = frames.movedim(-1, 1).double() / 127.5 - 1
+        return vae.encode(pixels).latent_dist.mode() * vae.config.scaling_factor
 
 
 def condition_of(made, frames, kinds, lengths):
@@ -183,3 +185,65 @@ def loss_of(made, clean, noise, times, prompts, pooled_of, condition, sigma_min=
         guidance=torch.full((len(prompts),), 4.0, dtype=torch.float64),
     )
     return torch.nn.functional.mse_loss(answer, (1 - sigma_min) * x_1 - x_0)
+
+
+# 1.2
+
+
+def text_of_1_2(made, prompts):
+    """States of T5, which leaves padding out, and where there are any."""
+    (text,) = made.objective.texts
+    tokens = text.tokenizer(
+        prompts, max_length=text.shape.length, padding="max_length", truncation=True, return_tensors="pt"
+    )
+    mask = tokens["attention_mask"]
+    states = text.model(input_ids=tokens["input_ids"], attention_mask=mask)["last_hidden_state"]
+    return states[:, None], mask
+
+
+def sizes_of(made, count):
+    """What it is told of clips: frames a second, and pixels; an image has 120."""
+    fps = made.objective.frame_rate if made.bucket.num_frames > 1 else 120.0
+    numbers = {"fps": fps, "height": made.bucket.height, "width": made.bucket.width}
+    return {
+        name: torch.full((count,), float(number), dtype=torch.float64) for name, number in numbers.items()
+    }
+
+
+def transformed(made, timesteps):
+    """Timesteps in 0…1000, moved towards noise by the root of pixels and that of latent frames."""
+    t = timesteps / 1000
+    ratio = (made.bucket.height * made.bucket.width / 512**2) ** 0.5 * made.shape[1] ** 0.5
+    return 1000 * ratio * t / (1 + (ratio - 1) * t)
+
+
+@torch.no_grad()
+def sampled_1_2(made, noise, prompts, x_mask=None, given=None):
+    """Latents by two answers a step; frames that are given, where `x_mask` [B, T] is not set, stay as they are."""
+    count = len(prompts)
+    y, mask = text_of_1_2(made, prompts)
+    y = torch.cat([y, made.model.y_embedder.y_embedding[None, None].repeat(count, 1, 1, 1)])
+    more = sizes_of(made, 2 * count) | ({} if x_mask is None else {"x_mask": x_mask.repeat(2, 1)})
+    z = noise if x_mask is None else torch.where(x_mask[:, None, :, None, None], noise, given)
+    steps = torch.tensor([(1 - i / STEPS) * 1000 for i in range(STEPS)], dtype=torch.float64)
+    timesteps = [*transformed(made, steps), torch.zeros(())]
+    for now, then in itertools.pairwise(timesteps):
+        before = z
+        answer = made.model(torch.cat([z, z]), now.repeat(2 * count), y=y, mask=mask, **more)
+        with_text, without = answer.chunk(2, dim=1)[0].chunk(2)
+        z = z + (without + GUIDANCE * (with_text - without)) * (now - then) / 1000
+        if x_mask is not None:
+            z = torch.where(x_mask[:, None, :, None, None], z, before)
+    return z
+
+
+def loss_of_1_2(made, clean, noise, times, prompts, is_dropped, x_mask):
+    """The mean of each clip over the frames that are not given, then of clips."""
+    y, mask = text_of_1_2(made, prompts)
+    y = torch.where(is_dropped[:, None, None, None], made.model.y_embedder.y_embedding, y)
+    t = (1 - times)[:, None, None, None, None]
+    noisy = torch.where(x_mask[:, None, :, None, None], t * clean + (1 - t) * noise, clean)
+    answer = made.model(noisy, times * 1000, y=y, mask=mask, x_mask=x_mask, **sizes_of(made, len(prompts)))
+    errors = (answer.chunk(2, dim=1)[0] - (clean - noise)).square().transpose(1, 2).flatten(2)
+    learned = (errors * x_mask[:, :, None]).sum((1, 2)) / (x_mask.sum(1) * errors.size(2))
+    return learned.mean()

@@ -42,6 +42,7 @@ def first_gradients(trainer):
     grads = {
         name.removeprefix("module."): whole(p.grad).clone()
         for name, p in trainer.state.model.named_parameters()
+        if p.requires_grad
     }
     trainer.state.optimizer.zero_grad()
     return grads

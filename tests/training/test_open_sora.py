@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from opensora_accel import Plan
 from opensora_accel.training import build, new_command
-from opensora_accel.training.classes import arguments_of
+from opensora_accel.training.classes import arguments_of, import_class, make, parameters_of
 from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.conditions import KINDS, Given
 from opensora_accel.training.config import load_config
@@ -29,7 +30,7 @@ from opensora_accel.weights import find_stored
 from tests.opensora_models.mmdit import MMDiTConfig, MMDiTModel
 from tests.opensora_models.randomize import randomize
 from tests.test_cli import TORCHRUN, launched
-from tests.tiers import PROVE, some
+from tests.tiers import PROVE, each_once, some
 from tests.training import open_sora
 from tests.training.open_sora import CLASSES, MMDIT, setting
 from tests.training.pipelines import CAPTIONS, CPU, without_rounding
@@ -117,30 +118,86 @@ def test_text_is_the_authors():
     assert not torch.equal(found[0][0], found[0][2]) and not torch.equal(found[1][0], found[1][2])
 
 
+OF_1_2 = {"name": "STDiT3", "flow": {"shift": "open-sora-1.2", "caption_drop": 0.4}}
+
+
+@pytest.mark.parametrize("kind", [*OF_SAMPLES, "an image"])
+def test_a_sample_of_1_2_is_the_authors(kind):
+    made = setting((1 if kind == "an image" else 7, 32, 48), **OF_1_2)
+    frames, clips = frames_of(made, 2), [Clip("", number, made.bucket) for number in range(2)]
+    noise = torch.randn(2, *made.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    condition, x_mask, given = None, None, None
+    with without_rounding():
+        if kind not in ("t2v", "an image"):
+            condition, _ = made.objective.encode_condition([kind] * 2, frames, noise, clips, [0, 1])
+            x_mask = torch.ones(2, made.shape[1], dtype=torch.bool)
+            count = 5 if kind.startswith("v2v") else 1
+            x_mask[:, :count] &= kind.endswith("tail")
+            x_mask[:, -count:] &= kind.endswith("head")
+            # Of a VAE of pictures each frame has its own latents.
+            given = torch.stack([open_sora.encoded(made.vae, frames[:, t]) for t in range(7)], dim=2)
+        (found,) = sample_latents(made.objective, [noise], CAPTIONS, made.bucket, condition)
+        expected = open_sora.sampled_1_2(made, noise, CAPTIONS, x_mask, given)
+        (other,) = sample_latents(made.objective, [noise], CAPTIONS[::-1], made.bucket, condition)
+    assert (found - noise).abs().max() > 0.1 and (found - other).abs().max() > 1e-6
+    assert (found - expected).abs().max() < 1e-10
+
+
+def test_the_loss_of_1_2_is_the_authors():
+    made = setting((7, 32, 48), conditions=dict.fromkeys(OF_SAMPLES, 1.0), **OF_1_2)
+    objective, positions = made.objective, range(8)
+    frames, captions = frames_of(made, 8), [CAPTIONS[number % 2] for number in positions]
+    clips = [Clip("", number, made.bucket) for number in positions]
+    with without_rounding():
+        batch = objective.encode(Batch(frames, captions, [*positions], [""] * 8, clips, [None] * 8))
+        found = objective.loss(batch)
+        dropped = torch.tensor([not each for each in drop_captions(captions, 0.4, 0, positions)])
+        alpha = (32 * 48 / 512**2 * 7) ** 0.5
+        times, noise = (
+            draw_times(objective.config.flow, alpha, 0, positions),
+            draw_noise(batch.clean, 0, positions),
+        )
+        x_mask = ~batch.condition.given
+        expected = open_sora.loss_of_1_2(made, batch.clean, noise, times, captions, dropped, x_mask)
+    assert 0 < dropped.sum() < 8 and len({*map(tuple, x_mask.tolist())}) >= 4
+    assert abs(found - expected) < 1e-10
+
+
 KINDS_OF_RUNS = {"conditions.i2v_head": 2, "conditions.i2v_tail": 1, "conditions.i2v_loop": 1}
 
 
-def run_config(clips, output, plan=None, **changes):
+NAMES = ["MMDiTModel", "STDiT3"]
+
+
+def run_config(clips, output, plan=None, name="MMDiTModel", **changes):
     """A tiny run, of clips of five frames of which frames are given."""
-    model = {"class_name": CLASSES["MMDiTModel"], "config": dict(RECIPES["MMDiTModel"].tiny)}
+    model = {"class_name": CLASSES[name], "config": dict(RECIPES[name].tiny)}
     return tiny_config(clips, output, plan, **{"model": model, "steps": 4, **KINDS_OF_RUNS, **changes})
 
 
+def author(arguments, name):
+    """The author's class, made as the author makes it."""
+    cls = import_class(CLASSES[name])
+    return cls(cls.config_class(**arguments))
+
+
 @pytest.mark.parametrize(
-    "degrees",
-    some([{"ulysses": 3}, {"ring": 2}, {"dp_shard": 2, "sharding": "zero3"}], {"ulysses": 3}),
+    ("name", "degrees"),
+    each_once(NAMES, [{"ulysses": 3}, {"ring": 2}, {"dp_shard": 2, "sharding": "zero3"}]),
     ids=str,
 )
-def test_a_run_is_one_on_any_mesh(ranks, clips, tmp_path, degrees):
+def test_a_run_is_one_on_any_mesh(ranks, clips, tmp_path, name, degrees):
     found = []
     for number, plan in enumerate((Plan(precision="fp64"), Plan(precision="fp64", **degrees))):
-        found.append(ranks(plan.world_size, curve, run_config(clips, tmp_path / str(number), plan), 3)[0])
+        config = run_config(clips, tmp_path / str(number), plan, name, **{"flow.caption_drop": 0.5})
+        found.append(ranks(plan.world_size, curve, config, 3)[0])
     assert_one_run(*found)
 
 
-def test_a_run_goes_on_bit_by_bit_and_its_weights_are_the_authors(ranks, clips, tmp_path):
+@pytest.mark.parametrize("name", some(NAMES, *NAMES))
+def test_a_run_goes_on_bit_by_bit_and_its_weights_are_the_authors(ranks, clips, tmp_path, name):
     plan = Plan(ulysses=2, sharding="zero2", checkpoint="full")
-    config = run_config(clips, tmp_path / "run", plan, save_every=2)
+    config = run_config(clips, tmp_path / "run", plan, name, save_every=2)
     losses, weights = ranks(2, trained, config)[0]
     states = tmp_path / "run" / "checkpoints"
     again, found = ranks(2, trained, config, states / "step_000002")[0]
@@ -148,7 +205,9 @@ def test_a_run_goes_on_bit_by_bit_and_its_weights_are_the_authors(ranks, clips, 
     assert all(torch.equal(found[key], weights[key]) for key in weights)
     # By their names in the author's class, in whatever files.
     stored = find_stored(states / "step_000004" / "transformer")
-    assert stored.keys() == weights.keys()
+    arguments = json.loads((states / "step_000004" / "transformer" / "config.json").read_text())
+    assert arguments.pop("_class_name") == name
+    assert stored.keys() == author(arguments, name).state_dict().keys() >= weights.keys()
     assert all(torch.equal(stored[key].read(torch.float32), weights[key]) for key in weights)
     # A new run begins with them: the folder has its config.json, and one file alone has none.
     save_file(
@@ -157,9 +216,9 @@ def test_a_run_goes_on_bit_by_bit_and_its_weights_are_the_authors(ranks, clips, 
     paths = [states / "step_000004" / "transformer", tmp_path / "weights.safetensors"]
     curves = []
     for path in paths:
-        model = {"class_name": MMDIT, "path": str(path)}
+        model = {"class_name": CLASSES[name], "path": str(path)}
         if path.is_file():
-            model["config"] = dict(RECIPES["MMDiTModel"].tiny)
+            model["config"] = dict(RECIPES[name].tiny)
         curves.append(ranks(1, losses_of, run_config(clips, tmp_path / "new", model=model))[0])
     assert curves[0] == curves[1] and abs(curves[0][0] - losses[-1]) < 0.5
 
@@ -177,7 +236,7 @@ def adapted(config):
 
     with trainer.state.ema.applied():
         of_run = velocity()
-    base = MMDiTModel(MMDiTConfig(**arguments_of(trainer.state.model)))
+    base = author(arguments_of(trainer.state.model), objective.recipe.models[0])
     base.load_state_dict(load_file(config.model.path))
     objective.model = objective.forward = base
     without = velocity()
@@ -186,15 +245,17 @@ def adapted(config):
     return of_run, velocity(), without
 
 
-def test_an_adapter_is_loaded_by_peft_and_by_another_run(ranks, clips, tmp_path):
-    config = run_config(clips, tmp_path / "run")
-    texts = text_shapes(config.text, RECIPES["MMDiTModel"].text)
+@pytest.mark.parametrize("name", some(NAMES, *NAMES))
+def test_an_adapter_is_loaded_by_peft_and_by_another_run(ranks, clips, tmp_path, name):
+    config, recipe = run_config(clips, tmp_path / "run", name=name), RECIPES[name]
+    texts = text_shapes(config.text, recipe.text)
     arguments = build.model_arguments(config, SpaceToDepth(4, torch.float32), texts)
-    base = randomize(MMDiTModel(MMDiTConfig(**arguments)))
+    base = randomize(author(arguments, name))
     save_file(base.state_dict(), tmp_path / "base.safetensors")
-    model = {"class_name": MMDIT, "path": str(tmp_path / "base.safetensors"), "config": config.model.config}
+    path = str(tmp_path / "base.safetensors")
+    model = {"class_name": CLASSES[name], "path": path, "config": config.model.config}
     options = {"optim.lr": 0.1, "optim.warmup_steps": 0, "optim.ema_decay": 0.5, "model": model}
-    of_adapter = {"lora.rank": 2, "lora.targets": RECIPES["MMDiTModel"].published["lora.targets"]}
+    of_adapter = {"lora.rank": 2, "lora.targets": recipe.published["lora.targets"]}
     config = run_config(clips, tmp_path / "run", **options, **of_adapter)
     of_run, loaded, without = ranks(1, adapted, config)[0]
     error, effect = (loaded - of_run).abs().max(), (of_run - without).abs().max()
@@ -208,6 +269,30 @@ def test_an_adapter_is_loaded_by_peft_and_by_another_run(ranks, clips, tmp_path)
 def losses_of(config):
     trainer = Trainer(config)
     return [trainer.step()["loss"] for _ in range(2)]
+
+
+class Described(transformers.PreTrainedConfig):
+    """As STDiT3Config is."""
+
+    model_type = "described"
+
+    def __init__(self, width=2, sizes=(1, 2), **more):
+        self.width, self.sizes = width, sizes
+        super().__init__(**more)
+
+
+class DescribedModel(transformers.PreTrainedModel):
+    config_class = Described
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer = torch.nn.Linear(config.width, config.width)
+
+
+def test_a_class_of_transformers_says_what_it_was_made_with():
+    assert [*parameters_of(DescribedModel)] == ["width", "sizes"]
+    model = make(DescribedModel, {"width": 3})
+    assert model.layer.in_features == 3 and arguments_of(model) == {"width": 3, "sizes": (1, 2)}
 
 
 WRONG = [
@@ -245,6 +330,10 @@ WRONG = [
     ),
     ({"model.path": "nowhere.safetensors"}, r"there is no nowhere\.safetensors; give the folder"),
     (
+        {"model.class_name": "tests.opensora_models.stdit3.v13:STDiT3", "model.config": None},
+        "that of Open-Sora 1.3",
+    ),
+    (
         {"flow.frame_guidance": 3.0, **dict.fromkeys(KINDS_OF_RUNS, 0)},
         r"flow\.frame_guidance is for samples that",
     ),
@@ -260,7 +349,10 @@ def test_what_cannot_be_trained_is_refused(ranks, clips, tmp_path, changes, mess
         if table != "model":
             others[name] = value
         else:
-            model[key] = {**model["config"], **value} if key == "config" else value
+            # None leaves all out.
+            model[key] = value or {}
+            if key == "config" and value:
+                model[key] = {**RECIPES["MMDiTModel"].tiny, **value}
     with pytest.raises((RankError, ValueError), match=message):
         ranks(1, losses_of, run_config(clips, tmp_path / "run", model=model, **others))
 

@@ -33,6 +33,7 @@ RECIPES: dict[str, Recipe] = {
         wan.VACE,
         wan.SKYREELS_V2,
         open_sora.MMDIT,
+        open_sora.STDIT3,
         *(
             module.RECIPE
             for module in (

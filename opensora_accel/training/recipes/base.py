@@ -198,6 +198,8 @@ class Recipe:
     without_memory: Callable[[], AbstractContextManager[Any]] = lambda: torch.device("meta")
     # What its answer is multiplied by: −1 where it points from noise to the clip.
     sign: float = 1.0
+    # Behind the channels of its answer there are as many that say how far a step may vary, which nothing learns.
+    answers_variance: bool = False
     # How much noise a clip has at time 0 in training, where that is not none.
     least_noise: float = 0.0
     # What it takes of a caption, from each of its encoders.
@@ -230,11 +232,16 @@ class Recipe:
     frame_in_noise: float = 0.0
     # The blocks of which the last gives states of text that nothing uses.
     unused_text: str = ""
+    # The buffer with states that the model has learned for a caption that is left out, [L, width], of which it sees as
+    # many as the caption has; empty where these are those of an empty caption.
+    text_of_nothing: str = ""
     # Modules that are given numbers in whatever type the times have, and take those of their weights': so times need
     # not be rounded to bf16.
     embedders: tuple[str, ...] = ()
     # Arguments of a model that begins without weights, where they differ from its class's defaults.
     fresh: Mapping[str, Any] = field(default_factory=dict)
+    # Arguments that a model of a run has whatever the configuration beside its weights says.
+    forced: Mapping[str, Any] = field(default_factory=dict)
     # Options, by their full names, as what is published was trained with them.
     published: Mapping[str, Any] = field(default_factory=dict)
     # Arguments that make the model tiny, for proofs.
@@ -357,6 +364,8 @@ class Recipe:
             answer = answer.transpose(1, 2)
         elif self.layout == "channels last":
             answer = answer.movedim(-1, 1)
+        elif self.answers_variance:
+            answer = answer[:, : inputs.latents.size(1)]
         if self.levels is not None:
             return self.levels.velocity(answer, inputs.latents, inputs.timestep / TIMESTEPS)
         return self._signed(answer)

@@ -226,8 +226,10 @@ def _check_levels(family: str, config: TrainConfig) -> None:
             raise ValueError(
                 f"{family} is trained at {NUM_LEVELS} levels of noise, of which flow.{name} knows nothing; leave it out"
             )
-    if flow.shift == "ltx":
-        raise ValueError(f'flow.shift="ltx" is LTX-Video\'s; leave it out, or give {family} a number')
+    if flow.shift in ("ltx", "open-sora-1.2"):
+        raise ValueError(
+            f'flow.shift="{flow.shift}" is of another family; leave it out, or give {family} a number'
+        )
     if flow.sample_steps > NUM_LEVELS:
         raise ValueError(
             f"{family} has {NUM_LEVELS} levels of noise, and flow.sample_steps ({flow.sample_steps}) is more; use fewer"

@@ -1,4 +1,6 @@
-"""Open-Sora 2.0's MMDiT: tokens of 2 × 2 latents with a place each, states of T5 and CLIP, and frames that are given.
+"""Open-Sora's own models: 2.0's MMDiT, and 1.2's STDiT3.
+
+MMDiT has tokens of 2 × 2 latents with a place each, states of T5 and CLIP, and frames that are given.
 
 A clip is at time t, from 0 (the clip) to 1 (noise), the point (1 − t) x + (t + σ (1 − t)) ε with σ = 1e-5, and the
 velocity is (1 − σ) ε − x. That is the straight path from x + σ ε, which has a little noise at its end, to ε.
@@ -13,8 +15,13 @@ itself, a share of 0.316 of clips, so that a tenth has neither.
 A sample asks the model three times at each step: with caption and frames (v), with frames alone (v₁) and with neither
 (v₀), and walks along v₀ + γ (v₁ − v₀) + g (v − v₁).
 
-Source: hpcaitech/Open-Sora, scripts/diffusion/train.py, opensora/utils/train.py and sampling.py,
-opensora/models/text/conditioner.py, configs/diffusion (main, 2025); arXiv:2503.09642.
+STDiT3 answers x − ε, and as many channels that nothing learns. Frames that are given stand in the place of noise, at
+time 0: it is told by a mask which are not (x_mask). It is told frame rate, height and width. A caption that is left out
+has states that it has learned, as many as the caption.
+
+Source: hpcaitech/Open-Sora. Of 2.0 (main, 2025; arXiv:2503.09642): scripts/diffusion/train.py, opensora/utils/train.py
+and sampling.py, opensora/models/text/conditioner.py, configs/diffusion. Of 1.2 (v1.2.0): opensora/schedulers/rf,
+opensora/models/text_encoder/t5.py, scripts/train.py, configs/opensora-v1-2.
 """
 
 from __future__ import annotations
@@ -150,3 +157,81 @@ FROM_TEXT = replace(
 )
 
 MMDIT = replace(_WITH_FRAMES, variants=(FROM_TEXT,))
+
+
+# A caption is left out by the run, whose ranks have to agree, and clips are split by the plan.
+_BY_THE_RUN = {"class_dropout_prob": 0.0, "enable_sequence_parallelism": False}
+# Frames a second that an image is told to have.
+_OF_IMAGES = 120.0
+
+
+def _for_each(inputs: Inputs, number: float) -> Tensor:
+    """[B], the same number for each clip."""
+    return inputs.latents.new_full((len(inputs.latents),), number)
+
+
+def _to_be_made(inputs: Inputs) -> Tensor | None:
+    """Bool [B, t], the latent frames that are not given; None where none is."""
+    condition = inputs.condition
+    return None if condition is None or condition.given is None else ~condition.given
+
+
+def _check_stdit3(sizes: Sizes) -> None:
+    if "skip_temporal" in sizes.arguments:
+        raise ValueError(
+            "this STDiT3 is that of Open-Sora 1.3, which takes frames that are given in ways of its own, and is not "
+            "trained here; choose the one of 1.2, or MMDiTModel of 2.0"
+        )
+
+
+STDIT3 = Recipe(
+    models=("STDiT3",),
+    pipeline="",
+    home="opensora.models.stdit.stdit3",
+    latents="x",
+    call={
+        "timestep": "timestep",
+        "y": lambda inputs: inputs.text.unsqueeze(1),
+        "mask": "text_mask",
+        "x_mask": _to_be_made,
+        "fps": lambda inputs: _for_each(
+            inputs, inputs.frame_rate if inputs.latents.size(2) > 1 else _OF_IMAGES
+        ),
+        "height": lambda inputs: _for_each(inputs, inputs.spatial * inputs.latents.size(3)),
+        "width": lambda inputs: _for_each(inputs, inputs.spatial * inputs.latents.size(4)),
+    },
+    derive=lambda sizes: {
+        "in_channels": sizes.channels,
+        "caption_channels": sizes.texts[0].width,
+        # In training it takes captions of no other length.
+        "model_max_length": sizes.texts[0].length,
+        **_BY_THE_RUN,
+    },
+    check=_check_stdit3,
+    sign=-1.0,
+    answers_variance=True,
+    frames=(Conditioning("latents", at_both_ends=True),),
+    takes_frame_rate=True,
+    text=(TextStates(padding="as the caption"),),
+    text_of_nothing="y_embedder.y_embedding",
+    num_heads=lambda config: config["num_heads"],
+    forced=_BY_THE_RUN,
+    published={
+        "data.num_frames": 51,
+        "data.height": 720,
+        "data.width": 1280,
+        "data.frame_rate": 24.0,
+        "text.length": 300,
+        "flow.shift": "open-sora-1.2",
+        "flow.caption_drop": 0.1,
+        "flow.guidance": 7.0,
+        "lora.targets": ("qkv", "attn.proj", "q_linear", "kv_linear", "cross_attn.proj"),
+    },
+    tiny={
+        "input_sq_size": 64,
+        "hidden_size": 36,
+        "depth": 2,
+        "num_heads": 3,
+        "mlp_ratio": 2.0,
+    },
+)
