@@ -55,7 +55,10 @@ def test_toml_and_defaults(tmp_path):
         ("plan = 3", "plan must be an object; got 3"),
         ("memory_target_gib = 8", "is 0.0; set it to auto, or leave memory_target_gib out"),
         ("[plan]\noffload = 0.5", 'checkpoint is none; set checkpoint="full"'),
-        ("[flow]\nshift = -1", "flow.shift must be greater than 0 or must be 'auto' or 'ltx'; got -1"),
+        (
+            "[flow]\nshift = -1",
+            "flow.shift must be greater than 0 or must be 'auto', 'ltx' or 'open-sora-1.2'; got -1",
+        ),
         ("steps = ", "cannot be read as toml"),
         ("[data]\nnum_frames = 0", "data.num_frames must be greater than or equal to 1; got 0"),
         ("[data]\nnum_workers = 1000000", "data.num_workers must be less than or equal to 256; got 1000000"),
