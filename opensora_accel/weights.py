@@ -68,8 +68,8 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     if missing or unknown:
         raise ValueError(
             f"the weights in {folder} are not those of this {type(model).__name__}: missing {missing[:5]}, unknown "
-            f"{unknown[:5]}; copy it again, whole, build the model with the arguments that it was made with (its "
-            "config.json), and add adapters afterwards"
+            f"{unknown[:5]}; copy it again, whole, or name its file where others lie beside it, build the model with "
+            "the arguments that it was made with (its config.json), and add adapters afterwards"
         )
     fill(model, stored)
 
