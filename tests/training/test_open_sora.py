@@ -295,6 +295,17 @@ def test_a_class_of_transformers_says_what_it_was_made_with():
     assert model.layer.in_features == 3 and arguments_of(model) == {"width": 3, "sizes": (1, 2)}
 
 
+def test_captions_are_left_out_by_the_run_whatever_lies_beside_weights(clips, tmp_path):
+    """As published: the model itself would leave a tenth out, other ones on each rank."""
+    published = {**RECIPES["STDiT3"].tiny, "class_dropout_prob": 0.1, "caption_channels": 32}
+    (tmp_path / "config.json").write_text(json.dumps({**published, "model_type": "STDiT3"}))
+    model = {"class_name": CLASSES["STDiT3"], "path": str(tmp_path)}
+    config = run_config(clips, tmp_path / "run", model=model)
+    texts = text_shapes(config.text, RECIPES["STDiT3"].text)
+    arguments = build.model_arguments(config, SpaceToDepth(4, torch.float32), texts)
+    assert arguments == {**published, "class_dropout_prob": 0.0, "enable_sequence_parallelism": False}
+
+
 WRONG = [
     (
         {"model.class_name": "opensora.nowhere:MMDiTModel"},
