@@ -50,7 +50,9 @@ class Tile(NamedTuple):
 
     rows: slice
     keys: slice
+    # Row i sees keys 0…i of the tile, or if it is reversed, from key i on.
     causal: bool
+    reversed: bool = False
 
     @property
     def num_pairs(self) -> int:

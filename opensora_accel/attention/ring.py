@@ -26,8 +26,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from opensora_accel.attention.balance import Tile, TokenLayout, causal_tiles, check_layout
 from opensora_accel.attention.call import AttentionCall, autocast, enter_call
-from opensora_accel.attention.kernels import Scores
-from opensora_accel.attention.local import accumulator_dtype, attend, attend_backward, attend_whole, merge_
+from opensora_accel.attention.local import Rows, RowsBackward, accumulator_dtype, attend_whole, rows_of
 from opensora_accel.attention.ring_pipeline import RingPipeline
 from opensora_accel.communications import check_group
 from opensora_accel.parallel_states import get_parallel_group
@@ -166,15 +165,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """The output [B, S_q/P, H, D] in the dtype of q, and the log-sum-exp [B, H, S_q/P]."""
     ring = _Ring(_resolve_process_group(group_name), splits, kv_splits, causal, layout)  # type: ignore[arg-type]
-    dtype = accumulator_dtype(q.dtype)
-
-    def rows_without_keys() -> tuple[Tensor, Tensor]:
-        shape = (*q.shape[:3], v.size(3))
-        return q.new_zeros(shape, dtype=dtype), q.new_full(shape[:3], float("-inf"), dtype=dtype)
-
-    # Until a first part has come there is nothing to merge with, and the part itself is the sum.
-    out: Tensor | None = None  # [B, S_q/P, H, D], in fp32 or fp64
-    lse: Tensor | None = None  # [B, S_q/P, H]
+    rows = Rows(q, v.size(3), scale)
     packed, sizes = _pack(k, v, mask), ring.block_sizes(k, v, mask)
     with RingPipeline(ring.group, packed, sizes) as pipeline:
         # All P steps are run, also where this rank's queries see nothing of a block: the next rank waits for it.
@@ -182,26 +173,10 @@ def _forward(
             block = pipeline.next_block()
             num_tokens = kv_splits[pipeline.owner]
             # Its own block a rank has unpacked already.
-            keys, values, key_mask = (k, v, mask) if step == 0 else _unpack(block, k, v, mask, num_tokens)
+            unpacked = (k, v, mask) if step == 0 else _unpack(block, k, v, mask, num_tokens)
             for tile in ring.tiles(pipeline.owner):
-                scores = Scores(scale, None if key_mask is None else _rows(key_mask, tile.keys), tile.causal)
-                part, part_lse = attend(
-                    _rows(q, tile.rows), _rows(keys, tile.keys), _rows(values, tile.keys), scores
-                )
-                part_lse = part_lse.transpose(1, 2)  # [B, rows, H], beside the output's layout
-                if out is None and part.size(1) == q.size(1):
-                    out, lse = part.to(dtype), part_lse.to(dtype)  # there is nothing to merge with yet
-                    continue
-                if out is None or lse is None:
-                    # The first tile has some of the rows only, as a causal mask gives.
-                    out, lse = rows_without_keys()
-                # In place: the rows of this tile change, and all others stay as they are.
-                merge_(_rows(out, tile.rows), _rows(lse, tile.rows), part, part_lse)
-    if out is None or lse is None:
-        out, lse = rows_without_keys()  # a rank without queries, or whose queries see nothing
-    # Rounded to the dtype of q once, after the last merge. The log-sum-exp stays wide and is contiguous,
-    # because kernels on CUDA read it in backward through its raw pointer.
-    return out.to(q.dtype).contiguous(), lse.transpose(1, 2).contiguous()
+                rows.add(tile, *unpacked)
+    return rows.result()
 
 
 def _backward(
@@ -225,9 +200,7 @@ def _backward(
     """
     ring = _Ring(_resolve_process_group(group_name), splits, kv_splits, causal, layout)  # type: ignore[arg-type]
     dtype = accumulator_dtype(q.dtype)
-    grad_q: Tensor | None = None  # [B, S_q/P, H, D], added up over P blocks in fp32 or fp64
-    if mask is not None:
-        lse = lse.masked_fill(lse == float("-inf"), 0)  # as `attend_backward` wants it of rows without keys
+    rows = RowsBackward(grad, q, out, lse, scale, is_masked=mask is not None)
     packed, sizes = _pack(k, v, mask), ring.block_sizes(k, v, mask)
     # A mask has no gradient, so gradients are counted in elements also where blocks are counted in bytes.
     grad_sizes = ring.block_sizes(k, v, None)
@@ -249,33 +222,16 @@ def _backward(
         for step in range(len(kv_splits)):
             block = pipeline.next_block()
             num_tokens = kv_splits[pipeline.owner]
-            keys, values, key_mask = (k, v, mask) if step == 0 else _unpack(block, k, v, mask, num_tokens)
-            parts: list[tuple[slice, Tensor, Tensor]] = []
-            for tile in ring.tiles(pipeline.owner):
-                rows = tile.rows
-                scores = Scores(scale, None if key_mask is None else _rows(key_mask, tile.keys), tile.causal)
-                part_q, part_k, part_v = attend_backward(
-                    _rows(grad, rows), _rows(q, rows), _rows(keys, tile.keys), _rows(values, tile.keys),
-                    _rows(out, rows), _rows(lse, rows, 2), scores,
-                )  # fmt: skip
-                parts.append((tile.keys, part_k, part_v))
-                if grad_q is None and part_q.size(1) == q.size(1):
-                    grad_q = part_q.to(dtype)
-                    continue
-                if grad_q is None:
-                    grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
-                of_tile = _rows(grad_q, rows)
-                of_tile += part_q
+            unpacked = (k, v, mask) if step == 0 else _unpack(block, k, v, mask, num_tokens)
+            parts = [(tile.keys, *rows.add(tile, *unpacked)) for tile in ring.tiles(pipeline.owner)]
             if step == 0:
                 own = parts  # they stay here: the sum of the other ranks' parts comes back at the end
             else:
                 pipeline.send_grads(add_parts)
         grad_k, grad_v = _split_keys(pipeline.receive_grads(), k, v, k.size(1))
         _add_parts((grad_k, grad_v), own)
-    if grad_q is None:
-        grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)  # whose queries see nothing
     # Copies: an operator's outputs may not share memory.
-    return grad_q.to(q.dtype), grad_k.to(k.dtype, copy=True), grad_v.to(v.dtype, copy=True)
+    return rows.result(), grad_k.to(k.dtype, copy=True), grad_v.to(v.dtype, copy=True)
 
 
 _OPERATORS.impl("ring_attention", _forward, "CompositeExplicitAutograd")
@@ -330,18 +286,11 @@ class _Ring:
         return [k.size(0) * num_tokens * per_token for num_tokens in self.kv_splits]
 
 
-def _rows(tensor: Tensor, rows: slice, dim: int = 1) -> Tensor:
-    """Rows along a dim of a tensor [B, S, ...]: a view, or the tensor itself where they are all of it (quicker)."""
-    if rows.stop - rows.start == tensor.size(dim):
-        return tensor
-    return tensor.narrow(dim, rows.start, rows.stop - rows.start)
-
-
 def _add_parts(grads: tuple[Tensor, Tensor], parts: Sequence[tuple[slice, Tensor, Tensor]]) -> None:
     """Adds gradients of runs of keys and values to those [B, S_kv/P, H_kv, D] of a block, in place."""
     for keys, *of_run in parts:
         for grad, part in zip(grads, of_run, strict=True):
-            of_keys = _rows(grad, keys)
+            of_keys = rows_of(grad, keys)
             of_keys += part
 
 

@@ -91,13 +91,13 @@ def ring_on_one_device(
             for tile in tiles(rank, owner)
         ]
         lse = qs[rank].new_full(qs[rank].shape[:3], float("-inf"), dtype=dtype)  # [B, S/P, H]
-        for owner, (rows, keys, _), scores in work:
+        for owner, (rows, keys, *_), scores in work:
             part, part_lse = forward(qs[rank][:, rows], ks[owner][:, keys], vs[owner][:, keys], scores)
             merge_(outs[rank][:, rows], lse[:, rows], part, part_lse.transpose(1, 2))
         out, lse = outs[rank].to(q.dtype), lse.transpose(1, 2).contiguous()
         if mask is not None:
             lse = lse.masked_fill(lse == float("-inf"), 0)
-        for owner, (rows, keys, _), scores in work:
+        for owner, (rows, keys, *_), scores in work:
             parts = backward(
                 *(grads[rank][:, rows], qs[rank][:, rows], ks[owner][:, keys], vs[owner][:, keys]),
                 *(out[:, rows], lse[:, :, rows], scores),

@@ -52,8 +52,13 @@ class Scores(NamedTuple):
     scale: float
     # [B, S_kv], true where a key may be seen.
     mask: Tensor | None = None
-    # Query i sees keys 0…i, of as many.
+    # Query i sees keys 0…i, of as many; if they are reversed, from key i on.
     causal: bool = False
+    reversed: bool = False
+
+    def from_the_end(self) -> Scores:
+        """Those of the queries and keys in reverse order."""
+        return self._replace(mask=None if self.mask is None else self.mask.flip(1), reversed=False)
 
 
 class Kernel(Protocol):
