@@ -180,6 +180,7 @@ STATE = {
         *("_groups", "_meshes", "_host_groups", "_made", "_exchanges", "_exchange_groups"),
         *("_at_reset", "_group_timeout", "_is_layout_given"),
     },
+    "opensora_accel.attention.slices.dealing": {"_named"},
     "opensora_accel.offload.manager": {"GLOBAL_ACTIVATION_MANAGER"},
     "opensora_accel.watchdog": {"entered", "_has_failed", "_stop", "_store"},
     "opensora_accel.checkpoint.recompute": {"_preserving"},

@@ -24,6 +24,7 @@ __all__ = [
     "linear_attention",
     "local_attention",
     "ring_attention",
+    "slices",
     "switch_sharded_dim",
     "torch_attention",
     "ulysses_attention",

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_accel.attention.balance import TokenLayout, check_layout
+from opensora_accel.attention.slices import AttentionSlices, Deal
 from opensora_accel.communications import Sizes, compare_facts, debug_enabled, exchange_integers
 
 # torch's own, whatever a program has bound to the name in torch.nn.functional.
@@ -48,6 +49,8 @@ class AttentionCall:
     scale: float | None = None
     # Which tokens the ranks of a ring hold.
     layout: TokenLayout = "contiguous"
+    # Which queries see which keys, and who holds them.
+    slices: Deal | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ def enter_call(
     scale: float | None = None,
     layout: TokenLayout = "contiguous",
     text: Text | None = None,
+    slices: AttentionSlices | Deal | None = None,
 ) -> AttentionCall:
     """Checks a call of parallel attention, and learns the sizes that were not given.
 
@@ -85,6 +89,7 @@ def enter_call(
         q: [B, S_q/P, H, D]; k, v: [B, S_kv/P, H_kv, D]; mask: [B, S_kv/P].
         groups: from the innermost axis outwards; ranks are numbered with the last one outermost. None: one rank.
         splits, kv_splits: every rank's number of queries and of keys, or None.
+        slices: which queries see which keys of all ranks together.
 
     Raises:
         ValueError: this rank's call is no attention. Where the ranks exchange anything, also if another rank's call is
@@ -108,16 +113,18 @@ def enter_call(
         exchange = torch.compiler.disable(_exchange)  # not at import, as torch's compiler is loaded by it
     if num_ranks > 1 and (not are_given or (not torch.compiler.is_compiling() and debug_enabled())):
         # The call is checked within: an error here alone would leave the others waiting.
-        held = exchange(q, k, v, mask, groups, causal, scale, layout, text)
+        held = exchange(q, k, v, mask, groups, causal, scale, layout, text, slices)
         for name, given, held_sizes in (("splits", splits, held[0]), ("kv_splits", kv_splits, held[1])):
             if given is not None and tuple(given) != held_sizes:
                 raise ValueError(f"{name}={tuple(given)} were given, but the ranks hold {held_sizes} tokens")
         splits, kv_splits = held
     assert splits is not None and kv_splits is not None
+    if slices is not None and torch.compiler.is_compiling():
+        raise ValueError("attention by slices is not traced; call it within torch.compiler.disable")
     # A trace cannot hash its sizes.
     make = _make_call.__wrapped__ if torch.compiler.is_compiling() else _make_call
     tensors = _describe(q, k, v, mask, text)
-    return make(tensors, rank, num_ranks, tuple(splits), tuple(kv_splits), causal, scale, layout)
+    return make(tensors, rank, num_ranks, tuple(splits), tuple(kv_splits), causal, scale, layout, slices)
 
 
 @lru_cache(maxsize=1024)
@@ -130,6 +137,7 @@ def _make_call(
     causal: bool,
     scale: float | None,
     layout: TokenLayout,
+    slices: AttentionSlices | Deal | None,
 ) -> AttentionCall:
     """The call on tensors of these shapes and dtypes, checked: once, as every layer and step calls with the same.
 
@@ -153,7 +161,36 @@ def _make_call(
             f"causal attention needs as many queries as keys; got {sum(splits)} and {sum(kv_splits)}; "
             "pass a mask instead"
         )
-    return AttentionCall(splits, kv_splits, causal, scale, layout)
+    if slices is None:
+        return AttentionCall(splits, kv_splits, causal, scale, layout)
+    if causal or layout != "contiguous":
+        raise ValueError(
+            f"slices say by themselves what is seen, and a deal who holds it; leave causal={causal} and "
+            f"layout={layout!r} out, or pass slices=deal(AttentionSlices.causal(S), P)"
+        )
+    return AttentionCall(splits, kv_splits, scale=scale, slices=_dealt(slices, splits, kv_splits))
+
+
+def _dealt(slices: AttentionSlices | Deal, splits: Sizes, kv_splits: Sizes) -> Deal:
+    """The slices, and who holds what of them: each rank a run, in order, where nothing else is said.
+
+    Raises:
+        ValueError: they are of other numbers of queries and keys.
+    """
+    mask = slices.mask if isinstance(slices, Deal) else slices
+    if (mask.num_queries, mask.num_keys) != (sum(splits), sum(kv_splits)):
+        raise ValueError(
+            f"the slices are of {mask.num_queries} queries and {mask.num_keys} keys, and the ranks hold {sum(splits)} "
+            f"and {sum(kv_splits)}; make them for this sequence"
+        )
+    if not isinstance(slices, Deal):
+        return Deal.in_order(slices, splits, kv_splits)
+    if (slices.splits, slices.kv_splits) != (splits, kv_splits):
+        raise ValueError(
+            f"tokens are dealt out as {slices.splits} queries and {slices.kv_splits} keys, and the ranks hold {splits} "
+            f"and {kv_splits}; bring the sequence into the deal's order() and cut it into its splits"
+        )
+    return slices
 
 
 def autocast(*tensors: Tensor) -> list[Tensor]:
@@ -179,11 +216,14 @@ def _exchange(
     scale: float | None,
     layout: str,
     text: Text | None,
+    slices: AttentionSlices | Deal | None,
 ) -> tuple[Sizes, Sizes]:
     """Every rank's number of queries and of keys; the tensors are checked here."""
     # An error is not raised yet: the others would wait in the exchange for this rank.
     problem, digest = "", -1
     facts = _facts(q, k, v, mask, causal, scale, layout, text)
+    if slices is not None:
+        facts["slices"] = slices.digest, repr(slices)
     try:
         _check(_describe(q, k, v, mask, text), scale, layout)
         digest = zlib.crc32(repr([compared for compared, _ in facts.values()]).encode())

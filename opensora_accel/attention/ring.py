@@ -25,9 +25,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from opensora_accel.attention.balance import Tile, TokenLayout, causal_tiles, check_layout
+from opensora_accel.attention.blocks import Rows, RowsBackward, accumulator_dtype, add_parts
 from opensora_accel.attention.call import AttentionCall, autocast, enter_call
-from opensora_accel.attention.local import Rows, RowsBackward, accumulator_dtype, attend_whole, rows_of
+from opensora_accel.attention.local import attend_whole
+from opensora_accel.attention.packed_keys import pack_keys, packed_size, split_keys, unpack_keys
 from opensora_accel.attention.ring_pipeline import RingPipeline
+from opensora_accel.attention.sliced import sliced_attend
+from opensora_accel.attention.slices import AttentionSlices, Deal
 from opensora_accel.communications import check_group
 from opensora_accel.parallel_states import get_parallel_group
 
@@ -44,6 +48,7 @@ def ring_attention(
     layout: TokenLayout = "contiguous",
     splits: Sequence[int] | None = None,
     kv_splits: Sequence[int] | None = None,
+    slices: AttentionSlices | Deal | None = None,
 ) -> Tensor:
     """This rank's rows of the attention over the whole sequence, equal to that of one device.
 
@@ -58,6 +63,8 @@ def ring_attention(
             ranks the same work.
         splits, kv_splits: every rank's number of queries and of keys, where all callers know them; otherwise
             they are exchanged.
+        slices: which queries see which keys of the whole sequence; with a key mask beside it, both count. Where tokens
+            are dealt out (`deal`), what says so, of these P ranks.
 
     Returns:
         [B, S_q/P, H, D].
@@ -76,7 +83,7 @@ def ring_attention(
     q, k, v = autocast(q, k, v)
     call = enter_call(
         q, k, v, mask, [group],
-        splits=splits, kv_splits=kv_splits, causal=causal, scale=scale, layout=layout,
+        splits=splits, kv_splits=kv_splits, causal=causal, scale=scale, slices=slices, layout=layout,
     )  # fmt: skip
     if causal:
         check_layout(layout, call.splits, call.kv_splits)
@@ -97,6 +104,8 @@ def ring_attend(
     if group is None or group.size() == 1:
         # A ring of one sends nothing: torch's own attention serves, with an autograd of its own.
         return attend_whole(q, k, v, mask, call)
+    if call.slices is not None:
+        return sliced_attend(q, k, v, mask, group, call.slices, call.scale)
     # An operator takes no None for a float.
     scale = float(q.size(-1) ** -0.5 if call.scale is None else call.scale)
     options = (call.splits, call.kv_splits, group.group_name, call.causal, call.layout, scale)
@@ -166,14 +175,14 @@ def _forward(
     """The output [B, S_q/P, H, D] in the dtype of q, and the log-sum-exp [B, H, S_q/P]."""
     ring = _Ring(_resolve_process_group(group_name), splits, kv_splits, causal, layout)  # type: ignore[arg-type]
     rows = Rows(q, v.size(3), scale)
-    packed, sizes = _pack(k, v, mask), ring.block_sizes(k, v, mask)
+    packed, sizes = pack_keys(k, v, mask), ring.block_sizes(k, v, mask)
     with RingPipeline(ring.group, packed, sizes) as pipeline:
         # All P steps are run, also where this rank's queries see nothing of a block: the next rank waits for it.
         for step in range(len(kv_splits)):
             block = pipeline.next_block()
             num_tokens = kv_splits[pipeline.owner]
             # Its own block a rank has unpacked already.
-            unpacked = (k, v, mask) if step == 0 else _unpack(block, k, v, mask, num_tokens)
+            unpacked = (k, v, mask) if step == 0 else unpack_keys(block, k, v, mask, num_tokens)
             for tile in ring.tiles(pipeline.owner):
                 rows.add(tile, *unpacked)
     return rows.result()
@@ -201,14 +210,14 @@ def _backward(
     ring = _Ring(_resolve_process_group(group_name), splits, kv_splits, causal, layout)  # type: ignore[arg-type]
     dtype = accumulator_dtype(q.dtype)
     rows = RowsBackward(grad, q, out, lse, scale, is_masked=mask is not None)
-    packed, sizes = _pack(k, v, mask), ring.block_sizes(k, v, mask)
+    packed, sizes = pack_keys(k, v, mask), ring.block_sizes(k, v, mask)
     # A mask has no gradient, so gradients are counted in elements also where blocks are counted in bytes.
     grad_sizes = ring.block_sizes(k, v, None)
 
     # It runs while the block is the current one: `parts` and the owner are then those of this step.
-    def add_parts(grads: Tensor, is_new: bool) -> None:
+    def put(grads: Tensor, is_new: bool) -> None:
         """Adds this rank's gradients of the current block to those of the ranks before; grads: [N], flat."""
-        both = _split_keys(grads, k, v, kv_splits[pipeline.owner])  # views: what is added fills the buffer
+        both = split_keys(grads, k, v, kv_splits[pipeline.owner])  # views: what is added fills the buffer
         if is_new and len(parts) == 1 and parts[0][1].size(1) == both[0].size(1):
             # There is nothing to add to yet, and the part is of all keys.
             for grad_, part in zip(both, parts[0][1:], strict=True):
@@ -216,20 +225,20 @@ def _backward(
             return
         if is_new:
             grads.zero_()
-        _add_parts(both, parts)
+        add_parts(both, parts)
 
     with RingPipeline(ring.group, packed, sizes, grad_sizes, dtype) as pipeline:
         for step in range(len(kv_splits)):
             block = pipeline.next_block()
             num_tokens = kv_splits[pipeline.owner]
-            unpacked = (k, v, mask) if step == 0 else _unpack(block, k, v, mask, num_tokens)
+            unpacked = (k, v, mask) if step == 0 else unpack_keys(block, k, v, mask, num_tokens)
             parts = [(tile.keys, *rows.add(tile, *unpacked)) for tile in ring.tiles(pipeline.owner)]
             if step == 0:
                 own = parts  # they stay here: the sum of the other ranks' parts comes back at the end
             else:
-                pipeline.send_grads(add_parts)
-        grad_k, grad_v = _split_keys(pipeline.receive_grads(), k, v, k.size(1))
-        _add_parts((grad_k, grad_v), own)
+                pipeline.send_grads(put)
+        grad_k, grad_v = split_keys(pipeline.receive_grads(), k, v, k.size(1))
+        add_parts((grad_k, grad_v), own)
     # Copies: an operator's outputs may not share memory.
     return rows.result(), grad_k.to(k.dtype, copy=True), grad_v.to(v.dtype, copy=True)
 
@@ -279,49 +288,5 @@ class _Ring:
 
         k, v: [B, S_kv/P, H_kv, D]; mask: [B, S_kv/P].
         """
-        per_token = k.size(2) * (k.size(3) + v.size(3))
-        if mask is not None:
-            # With a mask the unit is the byte: a token's keys and values, and one byte for its flag.
-            per_token = per_token * k.element_size() + 1
-        return [k.size(0) * num_tokens * per_token for num_tokens in self.kv_splits]
-
-
-def _add_parts(grads: tuple[Tensor, Tensor], parts: Sequence[tuple[slice, Tensor, Tensor]]) -> None:
-    """Adds gradients of runs of keys and values to those [B, S_kv/P, H_kv, D] of a block, in place."""
-    for keys, *of_run in parts:
-        for grad, part in zip(grads, of_run, strict=True):
-            of_keys = rows_of(grad, keys)
-            of_keys += part
-
-
-def _pack(k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """k, v [B, S_kv/P, H_kv, D] in one flat buffer; with their mask [B, S_kv/P], in one of bytes."""
-    # One buffer is one message a hop, whatever is in it. The mask stands last: bytes can be viewed as the
-    # dtype of k only from a multiple of its size on, and the front of the buffer is one.
-    block = torch.cat([k.reshape(-1), v.reshape(-1)])
-    if mask is None:
-        return block
-    return torch.cat([block.view(torch.uint8), mask.reshape(-1).view(torch.uint8)])
-
-
-def _unpack(
-    block: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, num_tokens: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The inverse of `_pack`: a flat block → keys, values [B, num_tokens, H_kv, D] and mask [B, num_tokens].
-
-    `k`, `v` and `mask` of this rank have the dtypes and all sizes but the number of tokens.
-    """
-    key_mask = None
-    if mask is not None:
-        num_flags = k.size(0) * num_tokens
-        key_mask = block[block.numel() - num_flags :].view(torch.bool).view(k.size(0), num_tokens)
-        block = block[: block.numel() - num_flags].view(k.dtype)
-    return *_split_keys(block, k, v, num_tokens), key_mask
-
-
-def _split_keys(block: Tensor, k: Tensor, v: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Views [B, num_tokens, H_kv, D] of keys and values, or of their gradients, in a flat buffer."""
-    batch, _, heads, dim = k.shape
-    num_keys = batch * num_tokens * heads * dim
-    keys, values = block[:num_keys], block[num_keys:]
-    return keys.view(batch, num_tokens, heads, dim), values.view(batch, num_tokens, heads, v.size(3))
+        per_token = packed_size(k, v, mask)
+        return [num_tokens * per_token for num_tokens in self.kv_splits]

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from opensora_accel.attention.call import autocast, enter_call
 from opensora_accel.attention.local import attend_whole
+from opensora_accel.attention.slices import AttentionSlices, Deal
 from opensora_accel.communications import (
     Cut,
     Sizes,
@@ -48,6 +49,7 @@ def ulysses_attention(
     scale: float | None = None,
     splits: Sequence[int] | None = None,
     kv_splits: Sequence[int] | None = None,
+    slices: AttentionSlices | Deal | None = None,
 ) -> Tensor:
     """This rank's rows of the attention over the whole sequence, equal to that of one device.
 
@@ -62,6 +64,8 @@ def ulysses_attention(
         scale: 1/√D by default.
         splits, kv_splits: every rank's number of queries and of keys, where the caller knows them; otherwise
             they are exchanged. Within torch.compile they must be given.
+        slices: which queries see which keys of the whole sequence; with a key mask beside it, both count. Where tokens
+            are dealt out (`deal`), what says so, of these P ranks.
 
     Returns:
         [B, S_q/P, H, D].
@@ -75,7 +79,9 @@ def ulysses_attention(
     """
     group = check_group(get_parallel_group("sequence") if group is None else group)
     q, k, v = autocast(q, k, v)
-    call = enter_call(q, k, v, mask, [group], splits=splits, kv_splits=kv_splits, causal=causal, scale=scale)
+    call = enter_call(
+        q, k, v, mask, [group], splits=splits, kv_splits=kv_splits, causal=causal, scale=scale, slices=slices
+    )
     if group.size() == 1:
         return attend_whole(q, k, v, mask, call)
     num_heads = q.size(2)

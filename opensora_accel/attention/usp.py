@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from opensora_accel.attention.balance import TokenLayout, check_layout
 from opensora_accel.attention.call import AttentionCall, autocast, enter_call
 from opensora_accel.attention.ring import ring_attend
+from opensora_accel.attention.slices import AttentionSlices, Deal
 from opensora_accel.attention.ulysses import gather_heads, scatter_heads
 from opensora_accel.communications import Sizes
 from opensora_accel.parallel_states import get_parallel_group, has_parallel_group
@@ -98,6 +99,7 @@ def usp_attention(
     layout: TokenLayout = "contiguous",
     splits: Sequence[int] | None = None,
     kv_splits: Sequence[int] | None = None,
+    slices: AttentionSlices | Deal | None = None,
 ) -> Tensor:
     """This rank's rows of the attention over the whole sequence, equal to that of one device.
 
@@ -111,6 +113,8 @@ def usp_attention(
         layout: of the ring's ranks, see `balance`; a ulysses group's share is split again, in order.
         splits, kv_splits: every rank's number of queries and of keys, where the caller knows them; otherwise
             they are exchanged.
+        slices: which queries see which keys of the whole sequence; with a key mask beside it, both count. Where tokens
+            are dealt out (`deal`), what says so, of these P ranks.
 
     Returns:
         [B, S_q/P, H, D].
@@ -126,7 +130,7 @@ def usp_attention(
     q, k, v = autocast(q, k, v)
     call = enter_call(
         q, k, v, mask, groups.inner_first,
-        splits=splits, kv_splits=kv_splits, causal=causal, scale=scale, layout=layout,
+        splits=splits, kv_splits=kv_splits, causal=causal, scale=scale, slices=slices, layout=layout,
     )  # fmt: skip
     ring_call = on_ring(call, groups)
     if causal:
@@ -142,4 +146,9 @@ def usp_attention(
 
 def on_ring(call: AttentionCall, groups: SequenceGroups) -> AttentionCall:
     """The same call between the ulysses groups, each of which is one rank of the ring."""
-    return replace(call, splits=groups.of_ring(call.splits), kv_splits=groups.of_ring(call.kv_splits))
+    return replace(
+        call,
+        splits=groups.of_ring(call.splits),
+        kv_splits=groups.of_ring(call.kv_splits),
+        slices=None if call.slices is None else call.slices.merged(groups.ulysses_size),
+    )

@@ -3,14 +3,16 @@
 import torch
 
 
-def full_attention(q, k, v, mask=None, causal=False):
-    """softmax(q kᵀ / √D) v, [B, S, H, D]; grouped heads; 0 where a query sees no key."""
+def full_attention(q, k, v, mask=None, causal=False, seen=None):
+    """softmax(q kᵀ / √D) v, [B, S, H, D]; grouped heads; 0 where a query sees no key. seen: bool [S_q, S_kv]."""
     repeats = q.size(2) // k.size(2)
     k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
     scores = torch.einsum("bshd,bthd->bhst", q, k) / q.size(-1) ** 0.5
     allowed = torch.ones(q.size(0), 1, q.size(1), k.size(1), dtype=torch.bool)
     if mask is not None:
         allowed = allowed & mask[:, None, None, :]
+    if seen is not None:
+        allowed = allowed & seen
     if causal:
         allowed = allowed & torch.ones(q.size(1), k.size(1), dtype=torch.bool).tril()
     scores = scores.masked_fill(~allowed, float("-inf"))

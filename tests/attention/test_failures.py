@@ -9,7 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from opensora_accel.attention import local, ring_attention
+from opensora_accel.attention import blocks, ring_attention
 from opensora_accel.communications import share_sizes
 from tests.attention.reference import full_attention, random_inputs
 from tests.tiers import PROVE
@@ -41,16 +41,16 @@ def shares(rank, num_ranks):
 def failing_forward(failing_rank, at_call):
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     full, mask, mine, own_mask = shares(rank, num_ranks)
-    original = local.attend
+    original = blocks.attend
     if rank == failing_rank:
-        local.attend = failing(local.attend, at_call)
+        blocks.attend = failing(blocks.attend, at_call)
     try:
         out = ring_attention(*mine, dist.group.WORLD, mask=own_mask)
         verdict = (out - full_attention(*full, mask).tensor_split(num_ranks, 1)[rank]).abs().max().item()
     except OutOfMemory:
         verdict = "failed"
     finally:
-        local.attend = original
+        blocks.attend = original
     dist.barrier()  # nothing is pending: the group can be used again
     again = ring_attention(*mine, dist.group.WORLD, mask=own_mask)
     assert (again - full_attention(*full, mask).tensor_split(num_ranks, 1)[rank]).abs().max() < 1e-12
@@ -70,9 +70,9 @@ def failing_backward(failing_rank, at_call):
     full = [t.requires_grad_() for t in full]
     full_attention(*full, mask).sum().backward()
     out = ring_attention(*mine, dist.group.WORLD, mask=own_mask)
-    original = local.attend_backward
+    original = blocks.attend_backward
     if rank == failing_rank:
-        local.attend_backward = failing(local.attend_backward, at_call)
+        blocks.attend_backward = failing(blocks.attend_backward, at_call)
     try:
         out.sum().backward()
         verdict = []
@@ -83,7 +83,7 @@ def failing_backward(failing_rank, at_call):
     except OutOfMemory:
         verdict = "failed"
     finally:
-        local.attend_backward = original
+        blocks.attend_backward = original
     dist.barrier()
     return verdict
 
@@ -181,12 +181,12 @@ def fails_while_its_neighbour_is_away():
         time.sleep(4)
         return True
     q, k, v, _ = random_inputs(6, 6, 2, 2, False)
-    original, local.attend = local.attend, failing(local.attend, 1)
+    original, blocks.attend = blocks.attend, failing(blocks.attend, 1)
     try:
         with pytest.raises(OutOfMemory):
             ring_attention(q, k, v, group, splits=(6, 6), kv_splits=(6, 6))
     finally:
-        local.attend = original
+        blocks.attend = original
     return True
 
 

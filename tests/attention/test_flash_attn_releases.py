@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from opensora_accel.attention import local, ring_attention
+from opensora_accel.attention import blocks, ring_attention
 from opensora_accel.attention.balance import positions
 from opensora_accel.attention.kernels import Problem, choose_kernel
 from opensora_accel.attention.kernels import flash_attn as flash_attn_file
@@ -35,7 +35,7 @@ def ring(release, heads):
         flash_attn_file._find.cache_clear()
         install(patch, release)
         patch.setattr(
-            local, "choose_kernel", lambda _problem: types.SimpleNamespace(kernel=kernel_of(release))
+            blocks, "choose_kernel", lambda _problem: types.SimpleNamespace(kernel=kernel_of(release))
         )
         out = ring_attention(*own, dist.group.WORLD, causal=True, layout="zigzag")
         out.backward(grad[:, rows])

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from blockwise import ring_on_one_device
 
-from opensora_accel.attention import explain_kernel, local, ring_attention
+from opensora_accel.attention import blocks, explain_kernel, ring_attention
 from opensora_accel.attention.balance import positions, rearrange
+from opensora_accel.attention.blocks import attend, attend_backward, merge_
 from opensora_accel.attention.kernels import Problem, Scores, choose_kernel
 from opensora_accel.attention.kernels import flash_attn as flash_attn_file
 from opensora_accel.attention.kernels.cpu import CpuFlashKernel
@@ -21,7 +22,6 @@ from opensora_accel.attention.kernels.cuda import CudnnKernel, EfficientKernel, 
 from opensora_accel.attention.kernels.flash_attn import FlashAttn2Kernel, FlashAttn3Kernel
 from opensora_accel.attention.kernels.plain import PlainKernel
 from opensora_accel.attention.kernels.visible import VisibleKeysKernel
-from opensora_accel.attention.local import attend, attend_backward, merge_
 from tests.attention.flash_attn_releases import install
 from tests.attention.reference import full_attention, random_inputs, weights_like
 from tests.tiers import NEEDS_GPU, some
@@ -333,7 +333,7 @@ def balanced_ring(name, layout):
     own = [t[:, rows].detach().requires_grad_() for t in (q, k, v)]
     with pytest.MonkeyPatch.context() as patch:
         AtenStandIns(patch)
-        patch.setattr(local, "choose_kernel", lambda _problem: types.SimpleNamespace(kernel=kernel))
+        patch.setattr(blocks, "choose_kernel", lambda _problem: types.SimpleNamespace(kernel=kernel))
         ring_attention(*own, dist.group.WORLD, causal=True, layout=layout).backward(grad[:, rows])
     return max(float((t.grad - w[:, rows]).abs().max()) for t, w in zip(own, wanted, strict=True))
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from opensora_accel.attention.blocks import attend, merge_
 from opensora_accel.attention.kernels import Scores
-from opensora_accel.attention.local import attend, merge_
 from tests.tiers import some
 
 

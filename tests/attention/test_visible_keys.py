@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
 
-from opensora_accel.attention import joint_attention, local, local_attention, ring_attention
+from opensora_accel.attention import blocks, joint_attention, local, local_attention, ring_attention
+from opensora_accel.attention.blocks import attend, attend_backward
 from opensora_accel.attention.kernels import Scores
 from opensora_accel.attention.kernels.visible import VisibleKeysKernel
-from opensora_accel.attention.local import attend, attend_backward
 from opensora_accel.checkpoint import checkpoint_blocks
 from tests.attention.reference import random_inputs, weights_like
 from tests.attention.test_kernels import PLAIN, SCALE, AtenStandIns, as_read_raw, expected
@@ -81,7 +81,7 @@ class VarlenStandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    monkeypatch.setattr(local, "choose_kernel", lambda _problem: types.SimpleNamespace(kernel=KERNEL))
+    monkeypatch.setattr(blocks, "choose_kernel", lambda _problem: types.SimpleNamespace(kernel=KERNEL))
     return VarlenStandIn(monkeypatch)
 
 
@@ -124,7 +124,7 @@ def masked_ring():
     q, k, v, mask, grad = (t.tensor_split(num_ranks, 1)[rank].clone() for t in (q, k, v, mask, grad))
     with pytest.MonkeyPatch.context() as patch:
         stand_in = VarlenStandIn(patch)
-        patch.setattr(local, "choose_kernel", lambda _problem: types.SimpleNamespace(kernel=KERNEL))
+        patch.setattr(blocks, "choose_kernel", lambda _problem: types.SimpleNamespace(kernel=KERNEL))
         own = [t.requires_grad_() for t in (q, k, v)]
         out = ring_attention(*own, dist.group.WORLD, mask=mask)
         out.backward(grad)
@@ -161,7 +161,7 @@ def test_nothing_is_read_from_the_device(monkeypatch, deterministic):
 def as_on_a_gpu(monkeypatch):
     """Masked attention takes the way that it takes on a GPU, and the kernel a stand-in."""
     monkeypatch.setattr(local, "_leaves_hidden_keys_out", lambda _q, _v: True)
-    monkeypatch.setattr(local, "choose_kernel", lambda _problem: types.SimpleNamespace(kernel=KERNEL))
+    monkeypatch.setattr(blocks, "choose_kernel", lambda _problem: types.SimpleNamespace(kernel=KERNEL))
     return VarlenStandIn(monkeypatch)
 
 
@@ -222,7 +222,7 @@ def hunyuan_text_mask(text_first):
     with pytest.MonkeyPatch.context() as patch:
         stand_in = VarlenStandIn(patch)
         patch.setattr(local, "_leaves_hidden_keys_out", lambda _q, _v: True)
-        patch.setattr(local, "choose_kernel", lambda _problem: types.SimpleNamespace(kernel=KERNEL))
+        patch.setattr(blocks, "choose_kernel", lambda _problem: types.SimpleNamespace(kernel=KERNEL))
         video_out, text_out = joint_attention(*own, *text, mesh, text_first=text_first, text_mask=text_mask)
         video_grad, text_grad = grad.split(sizes, 1)[order]
         # Every rank has all of the text's output: its share of the text's gradient.

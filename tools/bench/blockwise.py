@@ -29,11 +29,11 @@ from torch import Tensor
 
 from opensora_accel.attention import explain_kernel, local_attention
 from opensora_accel.attention.balance import LAYOUTS, Tile, TokenLayout, causal_tiles, rearrange
+from opensora_accel.attention.blocks import accumulator_dtype, attend, attend_backward, merge_
 from opensora_accel.attention.kernels import Kernel, Problem, Scores
 from opensora_accel.attention.kernels.cpu import CpuFlashKernel
 from opensora_accel.attention.kernels.cuda import CudnnKernel, EfficientKernel, FlashKernel
 from opensora_accel.attention.kernels.flash_attn import FlashAttn2Kernel, FlashAttn3Kernel
-from opensora_accel.attention.local import accumulator_dtype, attend, attend_backward, merge_
 from opensora_accel.communications import share_sizes
 
 MOST_ERROR, MOST_TIME = 2.0, 1.05

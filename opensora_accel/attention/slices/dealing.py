@@ -1,0 +1,266 @@
+"""Which tokens each rank holds, so that all have the same share of a mask's area and of the tokens.
+
+A causal mask of 8 tokens has 36 pairs. On P = 2 ranks its halves have 10 and 26 of them. Cut into four chunks of two
+tokens, which have 3, 7, 11 and 15 pairs, and dealt out in two rounds, the ranks have as much as each other:
+
+    round   chunks, the largest first   who has least gets most
+    1       6 7 (15), 4 5 (11)          rank 0: 6 7        (15)    rank 1: 4 5        (11)
+    2       2 3 (7), 0 1 (3)            rank 0: 0 1 6 7    (18)    rank 1: 2 3 4 5    (18)
+
+Every round gives each rank one chunk, so tokens are even too. How far apart two ranks are never exceeds the largest
+chunk: in a round the one that is ahead gets the smaller chunk, which brings it nearer or, at most, as far to the other
+side. So no rank has more than area / P and the largest chunk. There are as few chunks as keep within what is asked,
+because each costs kernel calls, and neighbours that fall to one rank are one run.
+
+Keys go with their tokens. A rank sends another one those of its keys that the other's queries see, and no more: `Step`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from opensora_accel.attention.balance import Tile
+from opensora_accel.attention.slices.geometry import Slice
+from opensora_accel.attention.slices.mask import AttentionSlices, in_a_row, joined
+from opensora_accel.attention.slices.tiles import tiles_of
+from opensora_accel.communications import share_sizes
+
+# Of a rank. More are no better balanced in any mask tried, and their tiles are small.
+_MOST_CHUNKS = 64
+
+
+Runs = tuple[tuple[range, ...], ...]
+
+
+class Step(NamedTuple):
+    """What a rank does at step s: it sends to the rank s places on, and computes with keys of the one s before it."""
+
+    # Of its own keys, as it holds them.
+    sends: tuple[range, ...]
+    num_received: int
+    # Its keys are counted among those received; at step 0 among its own.
+    tiles: tuple[Tile, ...]
+
+    @property
+    def num_sent(self) -> int:
+        """How many tokens' keys it sends."""
+        return sum(map(len, self.sends))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Deal:
+    """The tokens of every rank, and what of a mask each computes.
+
+    Args:
+        runs: every rank's queries, as it holds them.
+        kv_runs: every rank's keys; None where they are those of the queries' tokens.
+    """
+
+    mask: AttentionSlices
+    runs: Runs
+    kv_runs: Runs | None = None
+
+    @classmethod
+    def in_order(cls, mask: AttentionSlices, splits: Sequence[int], kv_splits: Sequence[int]) -> Deal:
+        """Each rank has a run of queries and one of keys, in order."""
+        runs, kv_runs = (tuple((run,) for run in in_a_row(sizes)) for sizes in (splits, kv_splits))
+        return cls(mask, runs, None if runs == kv_runs else kv_runs)
+
+    @property
+    def splits(self) -> tuple[int, ...]:
+        """Every rank's number of queries."""
+        return _sizes(self.runs)
+
+    @property
+    def kv_splits(self) -> tuple[int, ...]:
+        """Every rank's number of keys."""
+        return self.splits if self.kv_runs is None else _sizes(self.kv_runs)
+
+    @cached_property
+    def name(self) -> str:
+        """What `dealt` finds it by, as long as it lives: an operator takes no object."""
+        name = f"deal {id(self)}"
+        _named[name] = self
+        return name
+
+    @cached_property
+    def digest(self) -> str:
+        """The same for equal deals, on all ranks."""
+        return hashlib.sha256(repr((self.mask.digest, self.runs, self.kv_runs)).encode()).hexdigest()
+
+    def __repr__(self) -> str:
+        return f"Deal({self.mask!r} over {len(self.runs)} ranks of {self.splits} queries)"
+
+    @cached_property
+    def areas(self) -> tuple[int, ...]:
+        """Every rank's pairs of queries and keys."""
+        ends = [each for of_rank in self.runs for run in of_rank for each in (run.start, run.stop)]
+        before = self.mask.area_before(torch.tensor(ends, dtype=torch.int64)).view(-1, 2)
+        areas, of_runs = [], iter((before[:, 1] - before[:, 0]).tolist())
+        for of_rank in self.runs:
+            areas.append(sum(itertools.islice(of_runs, len(of_rank))))
+        return tuple(areas)
+
+    @property
+    def imbalance(self) -> float:
+        """The largest share over the mean; 1 is even."""
+        return max(self.areas) * len(self.areas) / self.mask.area if self.mask.area else 1.0
+
+    def positions(self, rank: int) -> Tensor:
+        """[S/P]: the places in the sequence of a rank's tokens, ascending, as a rotary embedding needs them."""
+        return torch.cat([torch.arange(0), *(torch.arange(run.start, run.stop) for run in self.runs[rank])])
+
+    def order(self) -> Tensor:
+        """[S]: the places of all tokens, rank by rank.
+
+        `x.index_select(1, order)` brings a whole sequence [B, S, …] into it, to be cut into `splits`, and
+        `x.index_select(1, order.argsort())` back.
+        """
+        return torch.cat([self.positions(rank) for rank in range(len(self.runs))])
+
+    def seen(self, rank: int, owner: int) -> list[Slice]:
+        """What the queries of `rank` see of the keys of `owner`, both counted as the ranks hold them."""
+        owners = (self.runs if self.kv_runs is None else self.kv_runs)[owner]
+        return [
+            each.moved(q_place, k_place)
+            for queries, q_place in _placed(self.runs[rank])
+            for keys, k_place in _placed(owners)
+            for each in self.mask.within(queries, keys)
+        ]
+
+    def needs(self, rank: int, owner: int) -> tuple[range, ...]:
+        """The keys of `owner`, as it holds them, that some query of `rank` sees."""
+        return _needed(self.seen(rank, owner))
+
+    def steps(self, rank: int) -> tuple[Step, ...]:
+        """What a rank does; every layer asks for the same, so it is found once."""
+        if rank not in self._steps:
+            num_ranks = len(self.runs)
+            self._steps[rank] = tuple(
+                self._step(rank, (rank + shift) % num_ranks, (rank - shift) % num_ranks)
+                for shift in range(num_ranks)
+            )
+        return self._steps[rank]
+
+    def whole(self) -> Deal:
+        """Of one rank that has all tokens, one rank's behind the other's."""
+        return self.merged(len(self.runs))
+
+    def merged(self, num_ranks: int) -> Deal:
+        """With so many neighbours as one rank."""
+        if num_ranks == 1:
+            return self
+        if num_ranks not in self._merged:
+            kv_runs = None if self.kv_runs is None else _merge(self.kv_runs, num_ranks)
+            self._merged[num_ranks] = Deal(self.mask, _merge(self.runs, num_ranks), kv_runs)
+        return self._merged[num_ranks]
+
+    @cached_property
+    def _steps(self) -> dict[int, tuple[Step, ...]]:
+        return {}
+
+    @cached_property
+    def _merged(self) -> dict[int, Deal]:
+        return {}
+
+    def _step(self, rank: int, receiver: int, owner: int) -> Step:
+        seen = self.seen(rank, owner)
+        if owner == rank:
+            return Step((), 0, tuple(tile for each in seen for tile in tiles_of(each)))
+        received = _needed(seen)
+        moved = [
+            # What is received is the needed runs alone, one behind the other.
+            each.moved(0, place - run.start)
+            for each in seen
+            for run, place in _placed(received)
+            if run.start <= each.k_start < run.stop
+        ]
+        tiles = tuple(tile for each in moved for tile in tiles_of(each))
+        return Step(self.needs(receiver, rank), sum(map(len, received)), tiles)
+
+
+_named: WeakValueDictionary[str, Deal] = WeakValueDictionary()
+
+
+def dealt(name: str) -> Deal:
+    """The deal of this name, which somebody holds."""
+    return _named[name]
+
+
+def _sizes(runs: Runs) -> tuple[int, ...]:
+    return tuple(sum(map(len, of_rank)) for of_rank in runs)
+
+
+def _merge(runs: Runs, num_ranks: int) -> Runs:
+    return tuple(
+        tuple(itertools.chain.from_iterable(runs[first : first + num_ranks]))
+        for first in range(0, len(runs), num_ranks)
+    )
+
+
+def _needed(seen: Sequence[Slice]) -> tuple[range, ...]:
+    return tuple(joined(sorted((each.keys for each in seen), key=lambda run: run.start)))
+
+
+def _placed(runs: Sequence[range]) -> list[tuple[range, int]]:
+    """Runs, and where each begins among a rank's tokens."""
+    starts = itertools.accumulate(map(len, runs), initial=0)
+    return list(zip(runs, starts, strict=False))
+
+
+@lru_cache(maxsize=256)
+def deal(mask: AttentionSlices, num_ranks: int, *, within: float = 0.05) -> Deal:
+    """Deals out the tokens of a mask.
+
+    Args:
+        mask: of a sequence that attends to itself.
+        within: how much more than the mean a rank may have to compute. Where no number of chunks reaches it, the one
+            that comes nearest is taken, and no rank has more than the mean and the largest chunk.
+
+    Raises:
+        ValueError: queries and keys are not the same tokens.
+    """
+    if mask.num_queries != mask.num_keys:
+        raise ValueError(
+            f"tokens are dealt out with their keys, of which there must be as many; got {mask.num_queries} queries and "
+            f"{mask.num_keys} keys"
+        )
+    best: Deal | None = None
+    chunks_of_rank = 1
+    while best is None or (chunks_of_rank <= _MOST_CHUNKS and chunks_of_rank * num_ranks <= mask.num_queries):
+        found = _in_rounds(mask, num_ranks, chunks_of_rank)
+        if best is None or found.imbalance < best.imbalance:
+            best = found
+        if best.imbalance <= 1 + within:
+            break
+        chunks_of_rank *= 2
+    return best
+
+
+def _in_rounds(mask: AttentionSlices, num_ranks: int, num_rounds: int) -> Deal:
+    sizes = share_sizes(mask.num_queries, num_ranks * num_rounds)
+    edges = torch.tensor([0, *itertools.accumulate(sizes)])
+    areas = mask.area_before(edges).diff()
+    # Of chunks alike the first comes first.
+    by_area = areas.argsort(descending=True, stable=True).view(num_rounds, num_ranks)
+    loads, taken = torch.zeros(num_ranks, dtype=torch.int64), []
+    for chunks in by_area:
+        ranks = loads.argsort(stable=True)
+        loads[ranks] += areas[chunks]
+        of_round = torch.empty_like(chunks)
+        of_round[ranks] = chunks
+        taken.append(of_round)
+    held = torch.stack(taken, 1).sort(1).values.tolist()
+    ends = edges.tolist()
+    return Deal(
+        mask, tuple(tuple(joined(range(ends[c], ends[c + 1]) for c in chunks if sizes[c])) for chunks in held)
+    )

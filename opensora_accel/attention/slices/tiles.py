@@ -1,0 +1,97 @@
+"""Slices cut into what kernels take: rectangles, and square triangles of two kinds.
+
+Flash kernels know a rectangle and one triangle, in which row i of n sees the columns 0…i. Read from its end, a triangle
+in which row i sees the columns i…n − 1 is the same (`reversed`). A band of rows a…f, each of which sees four columns,
+is cut every four rows, and of a causal slice the columns that all rows see are a rectangle:
+
+    band                      causal                r: triangle, reversed
+    a r r r r t t t           a # # # t             t: triangle
+    b . r r r t t t t         b # # # t t           #: rectangle
+    …
+
+    a  r r r r . . . .        No pair is in two tiles, and none that is not seen is computed.
+    b  . r r r t . . .
+    c  . . r r t t . .
+    d  . . . r t t t .
+"""
+
+from __future__ import annotations
+
+from opensora_accel.attention.balance import Tile
+from opensora_accel.attention.slices.geometry import Slice
+
+
+def tiles_of(each: Slice) -> list[Tile]:
+    """The tiles of a slice, with rows and columns counted as the slice counts them."""
+    kind = each.kind
+    if kind == "full":
+        return [_rectangle(each.queries, each.keys)]
+    if kind == "causal":
+        return _of_causal(each)
+    if kind == "inverse causal":
+        return _of_inverse(each)
+    # The rows at whose beginning no bound, or one alone, cuts: there the band is a slice of another kind.
+    first, last = each.k_start - each.lower, each.k_stop - 1 - each.upper
+    begins = range(each.q_start, min(max(first, each.q_start), each.q_stop))
+    ends = range(max(min(last, each.q_stop), begins.stop), each.q_stop)
+    tiles = []
+    for rows in (begins, *_steps(range(begins.stop, ends.start), each.upper - each.lower + 1), ends):
+        part = each.within(rows, each.keys)
+        if part is not None:
+            tiles += _of_parallelogram(part) if part.kind == "band" else tiles_of(part)
+    return tiles
+
+
+def _of_causal(each: Slice) -> list[Tile]:
+    """Row i sees `seen` columns that all rows see, and i + 1 more, until there are no more."""
+    seen = each.q_start + each.upper - each.k_start
+    rows = min(len(each.queries), len(each.keys) - seen)
+    edge = range(each.k_start + seen, each.k_start + seen + rows)
+    below = range(each.q_start + rows, each.q_stop)
+    return _all(
+        _rectangle(each.queries, range(each.k_start, edge.start)),
+        _triangle(range(each.q_start, below.start), edge),
+        _rectangle(below, range(edge.start, each.k_stop)),
+    )
+
+
+def _of_inverse(each: Slice) -> list[Tile]:
+    """The first rows see all columns, and from then on each row one less, from the first column on."""
+    above = range(each.q_start, each.k_start - each.lower)
+    rows = range(above.stop, each.q_stop)
+    edge = range(each.k_start, each.k_start + len(rows))
+    return _all(
+        _rectangle(above, edge),
+        _triangle(rows, edge, is_reversed=True),
+        _rectangle(each.queries, range(edge.stop, each.k_stop)),
+    )
+
+
+def _of_parallelogram(each: Slice) -> list[Tile]:
+    """A band of no more rows than each of them sees columns, none of which is cut off at a side."""
+    rows = len(each.queries)
+    first = range(each.k_start, each.k_start + rows)
+    last = range(each.k_stop - rows + 1, each.k_stop)
+    return _all(
+        _triangle(each.queries, first, is_reversed=True),
+        _rectangle(each.queries, range(first.stop, last.start)),
+        _triangle(range(each.q_start + 1, each.q_stop), last),
+    )
+
+
+def _steps(rows: range, size: int) -> list[range]:
+    """Rows, so many at a time."""
+    return [range(start, min(start + size, rows.stop)) for start in range(rows.start, rows.stop, size)]
+
+
+def _rectangle(rows: range, columns: range) -> Tile:
+    return Tile(slice(rows.start, rows.stop), slice(columns.start, columns.stop), causal=False)
+
+
+def _triangle(rows: range, columns: range, *, is_reversed: bool = False) -> Tile:
+    return Tile(slice(rows.start, rows.stop), slice(columns.start, columns.stop), True, is_reversed)
+
+
+def _all(*tiles: Tile) -> list[Tile]:
+    """Those that are not empty."""
+    return [tile for tile in tiles if tile.num_pairs]

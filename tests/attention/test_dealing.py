@@ -1,0 +1,201 @@
+"""Who holds which tokens of a mask: even work, every token once, and no byte sent that nobody needs."""
+
+import datetime
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from opensora_accel.attention import blocks, ring_attention, ulysses_attention
+from opensora_accel.attention.slices import AttentionSlices, Slice, deal
+from opensora_accel.communications import share_sizes
+from tests.attention.counting import counted
+from tests.attention.reference import full_attention, random_inputs
+from tests.attention.test_failures import OutOfMemory, failing
+from tests.attention.test_sliced import MASKS
+
+
+def lognormal(number, seed, mean=7.0):
+    """Lengths of clips as data sets have them: most are short, few are long."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(number, generator=generator) * 0.8 + mean).exp().int().tolist()
+
+
+LARGE = {
+    **{f"{number} clips": AttentionSlices.packed(lognormal(number, number)) for number in (12, 40, 1000)},
+    "block causal": AttentionSlices.block_causal(81, 1560, block_frames=3),
+    "window": AttentionSlices.block_causal(300, 1560, block_frames=3, window_frames=21, sink_frames=3),
+    "teacher forcing": AttentionSlices.teacher_forcing(21, 1560, block_frames=3),
+    "sliding": AttentionSlices.sliding(32, 48, 80, (12, 24, 24), tile=(4, 8, 8)),
+    "causal": AttentionSlices.causal(32768),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 64])
+@pytest.mark.parametrize("name", LARGE)
+def test_no_rank_has_5_percent_more_than_its_share(name, num_ranks):
+    found = deal(LARGE[name], num_ranks)
+    assert found.imbalance <= 1.05
+    assert sum(found.areas) == LARGE[name].area
+    # Tokens too: a chunk for each round, whose sizes differ by one.
+    assert max(found.splits) - min(found.splits) <= max(map(len, found.runs)) * 2 + 64
+
+
+def test_a_clip_that_no_chunks_can_share_out_keeps_the_bound():
+    """Of 8 tokens one sees all: whoever holds it has most, however they are dealt."""
+    mask = AttentionSlices(8, 8, (Slice.of(range(3, 4), range(8)),))
+    found = deal(mask, 2)
+    assert sorted(found.areas) == [0, 8]
+    assert max(found.areas) <= mask.area / 2 + 8
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", MASKS)
+def test_every_token_is_held_once_and_its_pairs_are_counted(name, num_ranks):
+    mask, found = MASKS[name], deal(MASKS[name], num_ranks)
+    assert sorted(found.order().tolist()) == list(range(mask.num_queries))
+    seen = mask.dense()
+    for rank in range(num_ranks):
+        held = found.positions(rank)
+        assert len(held) == found.splits[rank]
+        assert held.tolist() == sorted(held.tolist())
+        assert found.areas[rank] == seen[held].sum()
+        for owner in range(num_ranks):
+            of_owner = found.positions(owner)
+            part = seen[held][:, of_owner]
+            again = AttentionSlices(len(held), len(of_owner), tuple(found.seen(rank, owner)))
+            assert torch.equal(again.dense(), part)
+            needed = [key for run in found.needs(rank, owner) for key in run]
+            assert set(part.any(0).nonzero().flatten().tolist()) == set(needed)
+
+
+def test_queries_and_keys_of_other_tokens_are_not_dealt():
+    with pytest.raises(ValueError, match="got 4 queries and 6 keys"):
+        deal(AttentionSlices.full(4, 6), 2)
+
+
+def traffic(name, held):
+    """Bytes that leave this rank, forward and with backward, of a ring by slices."""
+    mask, num_ranks, rank = MASKS[name], dist.get_world_size(), dist.get_rank()
+    slices = deal(mask, num_ranks) if held == "dealt" else mask
+    sizes = slices.splits if held == "dealt" else share_sizes(mask.num_queries, num_ranks)
+    qkv = [torch.randn(2, sizes[rank], 3, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    with counted() as sent:
+        out = ring_attention(*qkv, dist.group.WORLD, slices=slices, splits=sizes, kv_splits=sizes)
+        forward = sent.size_bytes
+        out.sum().backward()
+    return forward, sent.size_bytes
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("held", ["dealt", "in order"])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_rank_sends_what_others_see_and_gets_gradients_of_what_it_saw(ranks, name, held, num_ranks):
+    mask = MASKS[name]
+    seen = mask.dense()
+    if held == "dealt":
+        positions = [deal(mask, num_ranks).positions(rank) for rank in range(num_ranks)]
+    else:
+        positions = torch.arange(mask.num_queries).tensor_split(num_ranks)
+    token, found = 2 * 3 * 8 * 2, ranks(num_ranks, traffic, name, held)  # batch, heads, channels, k and v
+    for rank, (forward, both) in enumerate(found):
+        others = [other for other in range(num_ranks) if other != rank]
+        sent = sum(int(seen[positions[other]][:, positions[rank]].any(0).sum()) for other in others)
+        saw = sum(int(seen[positions[rank]][:, positions[other]].any(0).sum()) for other in others)
+        assert forward == sent * token * 2  # bf16
+        assert both == 2 * forward + saw * token * 4  # gradients are fp32
+        assert sent <= len(others) * len(positions[rank])  # a ring passes each block on to all
+
+
+GOOD = AttentionSlices.packed([5, 3])
+BAD = {
+    "the slices are of 9 queries and 9 keys, and the ranks hold 8": {"slices": AttentionSlices.causal(9)},
+    "leave causal=True and layout='contiguous' out": {"slices": GOOD, "causal": True},
+    "leave causal=False and layout='zigzag' out": {"slices": GOOD, "layout": "zigzag"},
+    "tokens are dealt out as": {"slices": deal(AttentionSlices.causal(8), 4)},
+}
+
+
+def refused(in_debug):
+    """What each bad call says on this rank, and what it has sent."""
+    q = torch.zeros(1, 4, 2, 8)
+    sizes = {} if in_debug else {"splits": (4, 4), "kv_splits": (4, 4)}
+    messages = []
+    for options in BAD.values():
+        with counted() as sent, pytest.raises(ValueError) as caught:
+            ring_attention(q, q, q, dist.group.WORLD, **options, **sizes)
+        messages.append((str(caught.value), sent.num_collectives))
+    # One rank alone has other slices.
+    other = GOOD if dist.get_rank() else AttentionSlices.packed([4, 4])
+    for attention in (ring_attention, ulysses_attention):
+        with counted() as sent, pytest.raises(ValueError) as caught:
+            attention(q, q, q, dist.group.WORLD, slices=other)
+        messages.append((str(caught.value), sent.num_collectives))
+    return messages
+
+
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_slices_that_do_not_fit_are_refused_on_all_ranks_before_data_is_sent(ranks, exchanges):
+    for messages in ranks(2, refused, exchanges):
+        assert [number for _, number in messages] == [0] * len(messages)
+        said = [message for message, _ in messages]
+        assert all(part in message for part, message in zip(BAD, said, strict=False))
+        assert all("slices" in message and "rank 1" in message for message in said[len(BAD) :])
+
+
+def one_rank_fails(direction, at_call):
+    """A block has no memory on rank 1; the others come to an end, and what came of it is NaN or right."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    mask = AttentionSlices.block_causal(6, 3, block_frames=2)
+    slices = deal(mask, num_ranks)
+    *full, _ = random_inputs(18, 18, 2, 2, False)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=20))
+    mine = [
+        each.index_select(1, slices.order()).split(slices.splits, 1)[rank].clone().requires_grad_()
+        for each in full
+    ]
+    name = "attend" if direction == "forward" else "attend_backward"
+    original = getattr(blocks, name)
+    if rank == 1:
+        setattr(blocks, name, failing(original, at_call))
+    try:
+        out = ring_attention(*mine, group, slices=slices)
+        expected = full_attention(*full, seen=mask.dense()).index_select(1, slices.order())
+        assert (out - expected.split(slices.splits, 1)[rank]).abs().max() < 1e-12
+        verdict = "right"
+        if direction == "backward":
+            out.sum().backward()
+            verdict = "NaN" if mine[1].grad.isnan().any() else "right"
+    except OutOfMemory:
+        verdict = "failed"
+    finally:
+        setattr(blocks, name, original)
+    dist.barrier()  # nothing is pending: the group can be used again
+    ring_attention(*mine, group, slices=slices)
+    return verdict
+
+
+@pytest.mark.parametrize(("direction", "at_call"), [("forward", 2), ("backward", 1), ("backward", 3)])
+def test_a_rank_that_fails_goes_on_sending(ranks, direction, at_call):
+    verdicts = ranks(3, one_rank_fails, direction, at_call)
+    assert verdicts[1] == "failed"
+    # Forward passes keys alone, which are right. Gradients that the failed rank owes are NaN.
+    if direction == "backward":
+        assert "NaN" in verdicts
+
+
+def test_two_deals_of_one_mask_are_told_apart():
+    mask = AttentionSlices.causal(12)
+    digests = {deal(mask, number).digest for number in (1, 2, 3)} | {mask.digest}
+    assert len(digests) == 4
+    assert deal(AttentionSlices.causal(12), 3).digest == deal(mask, 3).digest
+
+
+def test_steps_of_all_ranks_fit_together():
+    """What one sends at a step is what the other awaits, also of masks of which it needs parts."""
+    for mask, num_ranks in itertools.product(MASKS.values(), (2, 3, 5)):
+        steps = [deal(mask, num_ranks).steps(rank) for rank in range(num_ranks)]
+        for rank, shift in itertools.product(range(num_ranks), range(num_ranks)):
+            receiver = steps[(rank + shift) % num_ranks][shift]
+            assert steps[rank][shift].num_sent == receiver.num_received
