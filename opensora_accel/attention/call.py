@@ -124,7 +124,8 @@ def enter_call(
     # A trace cannot hash its sizes.
     make = _make_call.__wrapped__ if torch.compiler.is_compiling() else _make_call
     tensors = _describe(q, k, v, mask, text)
-    return make(tensors, rank, num_ranks, tuple(splits), tuple(kv_splits), causal, scale, layout, slices)
+    options = (causal, scale, layout, slices, text is not None and text.first)
+    return make(tensors, rank, num_ranks, tuple(splits), tuple(kv_splits), *options)
 
 
 @lru_cache(maxsize=1024)
@@ -138,6 +139,7 @@ def _make_call(
     scale: float | None,
     layout: TokenLayout,
     slices: AttentionSlices | Deal | None,
+    text_first: bool,
 ) -> AttentionCall:
     """The call on tensors of these shapes and dtypes, checked: once, as every layer and step calls with the same.
 
@@ -168,23 +170,35 @@ def _make_call(
             f"slices say by themselves what is seen, and a deal who holds it; leave causal={causal} and "
             f"layout={layout!r} out, or pass slices=deal(AttentionSlices.causal(S), P)"
         )
-    return AttentionCall(splits, kv_splits, scale=scale, slices=_dealt(slices, splits, kv_splits))
+    of_text = [each[0][1] for each in tensors[4:6] if each is not None] or [0, 0]
+    dealt = _dealt(slices, splits, kv_splits, (of_text[0], of_text[1]), text_first)
+    return AttentionCall(splits, kv_splits, scale=scale, slices=dealt)
 
 
-def _dealt(slices: AttentionSlices | Deal, splits: Sizes, kv_splits: Sizes) -> Deal:
+def _dealt(
+    slices: AttentionSlices | Deal,
+    splits: Sizes,
+    kv_splits: Sizes,
+    of_text: tuple[int, int],
+    text_first: bool,
+) -> Deal:
     """The slices, and who holds what of them: each rank a run, in order, where nothing else is said.
+
+    Args:
+        of_text: queries and keys that all ranks hold.
 
     Raises:
         ValueError: they are of other numbers of queries and keys.
     """
     mask = slices.mask if isinstance(slices, Deal) else slices
-    if (mask.num_queries, mask.num_keys) != (sum(splits), sum(kv_splits)):
+    held = sum(splits) + of_text[0], sum(kv_splits) + of_text[1]
+    if (mask.num_queries, mask.num_keys) != held:
         raise ValueError(
-            f"the slices are of {mask.num_queries} queries and {mask.num_keys} keys, and the ranks hold {sum(splits)} "
-            f"and {sum(kv_splits)}; make them for this sequence"
+            f"the slices are of {mask.num_queries} queries and {mask.num_keys} keys, and the ranks hold {held[0]} "
+            f"and {held[1]}{', with text' if any(of_text) else ''}; make them for this sequence"
         )
     if not isinstance(slices, Deal):
-        return Deal.in_order(slices, splits, kv_splits)
+        return Deal.in_order(slices, splits, kv_splits, of_text if text_first else (0, 0))
     if (slices.splits, slices.kv_splits) != (splits, kv_splits):
         raise ValueError(
             f"tokens are dealt out as {slices.splits} queries and {slices.kv_splits} keys, and the ranks hold {splits} "

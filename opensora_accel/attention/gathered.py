@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_accel.attention.call import autocast, torch_attention
+from opensora_accel.attention.local import local_attention
+from opensora_accel.attention.slices import AttentionSlices
 from opensora_accel.communications import check_group, gather_forward_reduce_scatter_backward
 from opensora_accel.parallel_states import get_parallel_group
 
@@ -24,7 +26,8 @@ def gathered_attention(
     v: Tensor,
     group: dist.ProcessGroup | None = None,
     *,
-    bias: Tensor,
+    bias: Tensor | None = None,
+    slices: AttentionSlices | None = None,
     text_k: Tensor | None = None,
     text_v: Tensor | None = None,
     text_first: bool = True,
@@ -38,18 +41,21 @@ def gathered_attention(
         k, v: [B, S_kv/P, H_kv, D]; H is a multiple of H_kv.
         group: the P ranks; by default the registered sequence group.
         bias: [B or 1, H or 1, S_q/P or 1, S_kv + T]: bool, true where a key may be seen, or added to the scores.
+        slices: in the place of a bias, which of all keys (and text) this rank's queries see: `mask.of_queries(rows)`.
         text_k, text_v: [B, T, H_kv, D], the same on every rank, before or after the other keys.
         scale: 1/√D by default.
         kv_splits: every rank's number of keys, where the caller knows them; otherwise they are exchanged.
 
     Returns:
-        [B, S_q/P, H, D]. A query that sees no key of a bool mask gives 0.
+        [B, S_q/P, H, D]. A query that sees no key of a bool mask or of slices gives 0.
 
     Raises:
-        ValueError: the splits do not fit.
+        ValueError: the splits do not fit, or not one of bias and slices is given.
 
     Communication: an all-gather of k and v, in backward a reduce-scatter of their gradients.
     """
+    if (bias is None) == (slices is None):
+        raise ValueError("attention with gathered keys takes a bias or slices, one of them")
     group = check_group(get_parallel_group("sequence") if group is None else group)
     q, k, v = autocast(q, k, v)
     keys, values = (gather_forward_reduce_scatter_backward(t, group, 1, splits=kv_splits) for t in (k, v))
@@ -59,6 +65,8 @@ def gathered_attention(
             torch.cat([text, whole] if text_first else [whole, text], 1)
             for text, whole in zip(texts, (keys, values), strict=True)
         )
+    if bias is None:
+        return local_attention(q, keys, values, scale=scale, slices=slices)
     if bias.dtype != torch.bool:
         # Kernels want the bias in the dtype of the queries, which autocast may have changed.
         bias = bias.to(q.dtype)

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from opensora_accel.attention.call import Text, autocast, enter_call
 from opensora_accel.attention.ring import ring_attend
+from opensora_accel.attention.slices import AttentionSlices, Deal
 from opensora_accel.attention.ulysses import Heads, scatter_heads
 from opensora_accel.attention.usp import SequenceGroups
 from opensora_accel.communications import (
@@ -45,6 +46,7 @@ def joint_attention(
     text_mask: Tensor | None = None,
     scale: float | None = None,
     splits: Sequence[int] | None = None,
+    slices: AttentionSlices | Deal | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of video and text tokens over both: this rank's rows of the video, and all of the text.
 
@@ -58,6 +60,8 @@ def joint_attention(
         mask: [B, S/P], true where a video key may be seen; text_mask: [B, T], the same for text.
         scale: 1/√D by default.
         splits: every rank's number of video tokens, where the caller knows them; otherwise they are exchanged.
+        slices: which queries see which keys of text and video together, in the order of `text_first`. Where video
+            tokens are dealt out, what says so: `deal(mask, P, tokens=range(T, T + S))`.
 
     Returns:
         out: [B, S/P, H, D] and text_out: [B, T, H, D], the same on every rank.
@@ -77,7 +81,16 @@ def joint_attention(
     # Text goes along into the check, so that its shapes too are refused on all ranks together.
     text = Text(text_q, text_k, text_v, text_mask, text_first)
     call = enter_call(
-        q, k, v, mask, groups.inner_first, splits=splits, kv_splits=splits, scale=scale, text=text
+        q,
+        k,
+        v,
+        mask,
+        groups.inner_first,
+        splits=splits,
+        kv_splits=splits,
+        scale=scale,
+        text=text,
+        slices=slices,
     )
     # Ulysses needs the shares of its own ranks; the ring needs, of each of its ranks, the sum over ulysses.
     num_heads, own, ulysses = q.size(2), groups.of_ulysses(call.splits), groups.ulysses
@@ -107,8 +120,13 @@ def joint_attention(
 
     # On the ring video and text are one sequence: a rank's share is its video and its part of the text.
     video_splits = groups.of_ring(call.splits)
+    slices_on_ring = None
+    if call.slices is not None:
+        merged = call.slices.merged(groups.ulysses_size)
+        slices_on_ring = merged.with_text(text_splits, text_kv_splits, is_first=text_first)
     ring_call = replace(
         call,
+        slices=slices_on_ring,
         splits=tuple(video + words for video, words in zip(video_splits, text_splits, strict=True)),
         kv_splits=tuple(video + words for video, words in zip(video_splits, text_kv_splits, strict=True)),
     )

@@ -4,6 +4,7 @@ Every kind of mask on every mesh, with tokens in order and dealt out, heads that
 masks beside the slices, queries that see nothing, and ranks without tokens.
 """
 
+import itertools
 import random
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from opensora_accel.attention import local_attention
+from opensora_accel.attention import gathered_attention, joint_attention, local_attention
 from opensora_accel.attention.slices import AttentionSlices, deal
 from opensora_accel.communications import share_sizes
 from tests.attention.reference import full_attention, random_inputs, weights_like, worst_error
@@ -115,9 +116,114 @@ def test_on_one_device(name, heads):
         assert worst_error((a.detach(), b.detach(), b.detach()) for a, b in pairs) < BOUND
 
 
+def gathered(name):
+    """Error of this rank's rows over gathered keys, and of the gradients, which a reduce-scatter brings back."""
+    mask, rank, num_ranks = MASKS[name], dist.get_rank(), dist.get_world_size()
+    *full, _ = random_inputs(mask.num_queries, mask.num_keys, 4, 2, False)
+    full = leaves(full)
+    expected = full_attention(*full, seen=mask.dense())
+    weight = weights_like(expected)
+    (expected * weight).sum().backward()
+    rows = torch.arange(mask.num_queries).tensor_split(num_ranks)[rank].tolist()
+    of_rank = mask.of_queries(range(rows[0], rows[-1] + 1))
+    mine = leaves(tensor.tensor_split(num_ranks, 1)[rank] for tensor in full)
+    out = gathered_attention(*mine, dist.group.WORLD, slices=of_rank)
+    (out * weight.tensor_split(num_ranks, 1)[rank]).sum().backward()
+    found = [out.detach(), *(tensor.grad for tensor in mine)]
+    wholes = [expected.detach(), *(tensor.grad for tensor in full)]
+    return worst_error((a, b.tensor_split(num_ranks, 1)[rank], b) for a, b in zip(found, wholes, strict=True))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_over_gathered_keys(ranks, name):
+    assert max(ranks(3, gathered, name)) < BOUND
+
+
+def test_a_bias_and_slices_are_told_apart():
+    q, k, v, _ = random_inputs(4, 4, 2, 2, False)
+    for options in (
+        {},
+        {"bias": torch.ones(1, 1, 4, 4, dtype=torch.bool), "slices": AttentionSlices.full(4)},
+    ):
+        with pytest.raises(ValueError, match="a bias or slices, one of them"):
+            gathered_attention(q, k, v, **options)
+
+
 def test_other_numbers_of_queries_and_keys():
     mask = AttentionSlices.packed([5, 3, 4], [2, 0, 6])
     q, k, v, _ = random_inputs(12, 8, 4, 2, False)
     out = local_attention(q, k, v, slices=mask)
     assert (out - full_attention(q, k, v, seen=mask.dense())).abs().max() < BOUND
     assert out[:, 5:8].abs().max() == 0
+
+
+# Video tokens, text tokens, and those of the text that ask.
+WITH_TEXT = [(11, 4, 4), (6, 5, 5), (9, 3, 0), (2, 7, 7)]
+
+
+def joint_mask(num_queries, num_keys, seed):
+    """Packed clips with their captions would be of this kind: runs that see runs."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = (
+        torch.randint(0, 3, (size,), generator=generator).sort().values for size in (num_queries, num_keys)
+    )
+    return AttentionSlices.from_dense((rows[:, None] - columns).abs() <= seed % 2)
+
+
+def error_of_joint(mesh, sizes, heads, text_first, held, seed):
+    """Video and text in one sequence on one device; the text's gradients add up over the ranks."""
+    num_video, num_text, num_asking = sizes
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    *video, _ = random_inputs(num_video, num_video, *heads, False)
+    *text, text_mask = random_inputs(num_asking, num_text, *heads, seed == 2, seed=2)
+    video, text = leaves(video), leaves(text)
+    order = (lambda a, b: [b, a]) if text_first else (lambda a, b: [a, b])
+    both = [torch.cat(order(*pair), 1) for pair in zip(video, text, strict=True)]
+    mask = joint_mask(both[0].size(1), both[1].size(1), seed)
+    all_keys = None
+    if text_mask is not None:
+        all_keys = torch.cat(order(torch.ones(2, num_video, dtype=torch.bool), text_mask), 1)
+    expected = full_attention(*both, all_keys, seen=mask.dense())
+    expected_video, expected_text = order(*expected.split(order(num_video, num_asking), 1))
+    weight, text_weight = weights_like(expected_video), weights_like(expected_text, 3)
+    ((expected_video * weight).sum() + (expected_text * text_weight).sum()).backward()
+
+    slices, shares, places = mask, share_sizes(num_video, num_ranks), torch.arange(num_video)
+    if held == "dealt" and num_asking == num_text:
+        first = num_text if text_first else 0
+        slices = deal(mask, num_ranks, tokens=range(first, first + num_video))
+        shares, places = slices.splits, slices.order() - first
+
+    def own(tensor):
+        return tensor.index_select(1, places).split(shares, 1)[rank]
+
+    mine, my_text = leaves(own(tensor) for tensor in video), leaves(text)
+    out, text_out = joint_attention(
+        *mine, *my_text, mesh, text_first=text_first, text_mask=text_mask, slices=slices,
+        splits=shares if held == "dealt" else None,
+    )  # fmt: skip
+    # The text's loss is counted once: a share on every rank, so that all of them send gradients.
+    share = (rank + 1) / sum(range(1, num_ranks + 1))
+    ((out * own(weight)).sum() + share * (text_out * text_weight).sum()).backward()
+    pairs = [(out.detach(), own(expected_video), expected_video), (text_out.detach(), *[expected_text] * 2)]
+    pairs += [(a.grad, own(b.grad), b.grad) for a, b in zip(mine, video, strict=True)]
+    for words, reference in zip(my_text, text, strict=True):
+        dist.all_reduce(words.grad)
+        pairs.append((words.grad, reference.grad, reference.grad))
+    return worst_error(pairs)
+
+
+def all_joint(shape):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
+    cases = itertools.product(WITH_TEXT, HEADS, (True, False), ("in order", "dealt"), (1, 2, 3))
+    return {
+        case: error_of_joint(mesh, *case) for number, case in enumerate(cases) if number % 3 == shape[0] % 3
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", some(MESHES, (2, 2)), ids=str)
+def test_with_text_that_all_ranks_hold(ranks, shape):
+    for rank, errors in enumerate(ranks(shape[0] * shape[1], all_joint, shape)):
+        wrong = {case: error for case, error in errors.items() if not error < BOUND}
+        assert not wrong, f"rank {rank}: {wrong}"

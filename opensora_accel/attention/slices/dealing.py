@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -61,7 +61,7 @@ class Deal:
     """The tokens of every rank, and what of a mask each computes.
 
     Args:
-        runs: every rank's queries, as it holds them.
+        runs: every rank's queries, as it holds them; without text that all ranks hold, if the mask has any.
         kv_runs: every rank's keys; None where they are those of the queries' tokens.
     """
 
@@ -70,9 +70,18 @@ class Deal:
     kv_runs: Runs | None = None
 
     @classmethod
-    def in_order(cls, mask: AttentionSlices, splits: Sequence[int], kv_splits: Sequence[int]) -> Deal:
-        """Each rank has a run of queries and one of keys, in order."""
-        runs, kv_runs = (tuple((run,) for run in in_a_row(sizes)) for sizes in (splits, kv_splits))
+    def in_order(
+        cls,
+        mask: AttentionSlices,
+        splits: Sequence[int],
+        kv_splits: Sequence[int],
+        starts: tuple[int, int] = (0, 0),
+    ) -> Deal:
+        """Each rank has a run of queries and one of keys, in order; `starts` are the first query and key."""
+        runs, kv_runs = (
+            tuple((range(start + run.start, start + run.stop),) for run in in_a_row(sizes))
+            for sizes, start in zip((splits, kv_splits), starts, strict=True)
+        )
         return cls(mask, runs, None if runs == kv_runs else kv_runs)
 
     @property
@@ -113,7 +122,8 @@ class Deal:
     @property
     def imbalance(self) -> float:
         """The largest share over the mean; 1 is even."""
-        return max(self.areas) * len(self.areas) / self.mask.area if self.mask.area else 1.0
+        total = sum(self.areas)
+        return max(self.areas) * len(self.areas) / total if total else 1.0
 
     def positions(self, rank: int) -> Tensor:
         """[S/P]: the places in the sequence of a rank's tokens, ascending, as a rotary embedding needs them."""
@@ -159,17 +169,37 @@ class Deal:
         """With so many neighbours as one rank."""
         if num_ranks == 1:
             return self
-        if num_ranks not in self._merged:
+        if num_ranks not in self._made:
             kv_runs = None if self.kv_runs is None else _merge(self.kv_runs, num_ranks)
-            self._merged[num_ranks] = Deal(self.mask, _merge(self.runs, num_ranks), kv_runs)
-        return self._merged[num_ranks]
+            self._made[num_ranks] = Deal(self.mask, _merge(self.runs, num_ranks), kv_runs)
+        return self._made[num_ranks]
+
+    def with_text(self, splits: Sequence[int], kv_splits: Sequence[int], *, is_first: bool) -> Deal:
+        """With each rank's share of text, before its tokens or behind them, as the mask has the whole text.
+
+        Args:
+            splits, kv_splits: every rank's number of text queries and text keys.
+        """
+        shares = (tuple(splits), tuple(kv_splits), is_first)
+        if shares not in self._made:
+            ends = self.mask.num_queries, self.mask.num_keys
+            both = []
+            for runs, sizes, end in zip(
+                (self.runs, self.kv_runs or self.runs), shares[:2], ends, strict=True
+            ):
+                start = 0 if is_first else end - sum(sizes)
+                text = [(range(start + run.start, start + run.stop),) for run in in_a_row(sizes)]
+                pairs = zip(text, runs, strict=True)
+                both.append(tuple((*words, *own) if is_first else (*own, *words) for words, own in pairs))
+            self._made[shares] = Deal(self.mask, *both)
+        return self._made[shares]
 
     @cached_property
     def _steps(self) -> dict[int, tuple[Step, ...]]:
         return {}
 
     @cached_property
-    def _merged(self) -> dict[int, Deal]:
+    def _made(self) -> dict[Any, Deal]:
         return {}
 
     def _step(self, rank: int, receiver: int, owner: int) -> Step:
@@ -218,11 +248,12 @@ def _placed(runs: Sequence[range]) -> list[tuple[range, int]]:
 
 
 @lru_cache(maxsize=256)
-def deal(mask: AttentionSlices, num_ranks: int, *, within: float = 0.05) -> Deal:
+def deal(mask: AttentionSlices, num_ranks: int, *, within: float = 0.05, tokens: range | None = None) -> Deal:
     """Deals out the tokens of a mask.
 
     Args:
         mask: of a sequence that attends to itself.
+        tokens: those that are dealt out, by default all. The others are text that all ranks hold (`joint_attention`).
         within: how much more than the mean a rank may have to compute. Where no number of chunks reaches it, the one
             that comes nearest is taken, and no rank has more than the mean and the largest chunk.
 
@@ -234,10 +265,11 @@ def deal(mask: AttentionSlices, num_ranks: int, *, within: float = 0.05) -> Deal
             f"tokens are dealt out with their keys, of which there must be as many; got {mask.num_queries} queries and "
             f"{mask.num_keys} keys"
         )
+    tokens = range(mask.num_queries) if tokens is None else tokens
     best: Deal | None = None
     chunks_of_rank = 1
-    while best is None or (chunks_of_rank <= _MOST_CHUNKS and chunks_of_rank * num_ranks <= mask.num_queries):
-        found = _in_rounds(mask, num_ranks, chunks_of_rank)
+    while best is None or (chunks_of_rank <= _MOST_CHUNKS and chunks_of_rank * num_ranks <= len(tokens)):
+        found = _in_rounds(mask, tokens, num_ranks, chunks_of_rank)
         if best is None or found.imbalance < best.imbalance:
             best = found
         if best.imbalance <= 1 + within:
@@ -246,9 +278,9 @@ def deal(mask: AttentionSlices, num_ranks: int, *, within: float = 0.05) -> Deal
     return best
 
 
-def _in_rounds(mask: AttentionSlices, num_ranks: int, num_rounds: int) -> Deal:
-    sizes = share_sizes(mask.num_queries, num_ranks * num_rounds)
-    edges = torch.tensor([0, *itertools.accumulate(sizes)])
+def _in_rounds(mask: AttentionSlices, tokens: range, num_ranks: int, num_rounds: int) -> Deal:
+    sizes = share_sizes(len(tokens), num_ranks * num_rounds)
+    edges = torch.tensor([*itertools.accumulate(sizes, initial=tokens.start)])
     areas = mask.area_before(edges).diff()
     # Of chunks alike the first comes first.
     by_area = areas.argsort(descending=True, stable=True).view(num_rounds, num_ranks)

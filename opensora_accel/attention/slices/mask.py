@@ -274,6 +274,10 @@ class AttentionSlices:
         cut = (each.within(queries, keys) for each in self.slices)
         return [each.moved(-queries.start, -keys.start) for each in cut if each is not None]
 
+    def of_queries(self, queries: range) -> AttentionSlices:
+        """What these queries see of all keys, as a mask of their own."""
+        return AttentionSlices(len(queries), self.num_keys, tuple(self.within(queries, range(self.num_keys))))
+
     def dense(self) -> Tensor:
         """[S_q, S_kv], bool, true where a key may be seen."""
         mask = torch.zeros(self.num_queries, self.num_keys, dtype=torch.bool)
