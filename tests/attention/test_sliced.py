@@ -10,6 +10,8 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from opensora_accel.attention import gathered_attention, joint_attention, local_attention
@@ -17,8 +19,8 @@ from opensora_accel.attention.slices import AttentionSlices, deal
 from opensora_accel.communications import share_sizes
 from tests.attention.reference import full_attention, random_inputs, weights_like, worst_error
 from tests.attention.test_exact import attentions_on, leaves, moved_shares
-from tests.attention.test_slices import random_slice
-from tests.tiers import some
+from tests.attention.test_slices import SIZE, random_slice
+from tests.tiers import PROVE, some
 
 BOUND = 1e-10  # sums in another order: measured 3e-15 of the largest element
 MESHES = [(2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (5, 1), (3, 2), (2, 3), (6, 1), (1, 6)]
@@ -30,8 +32,10 @@ def random_mask(seed, size=17):
     numbers = random.Random(seed)
     mask = AttentionSlices(size, size, ())
     for _ in range(12):
-        each = random_slice(numbers).moved(numbers.randint(0, 3), numbers.randint(0, 3))
-        if not any(each.area_of(other) for other in mask.slices):
+        farther = max(size - SIZE, 0)
+        moved = random_slice(numbers).moved(numbers.randint(0, farther), numbers.randint(0, farther))
+        each = moved.within(range(size), range(size))
+        if each is not None and not any(each.area_of(other) for other in mask.slices):
             mask |= AttentionSlices(size, size, (each,))
     return mask
 
@@ -114,6 +118,29 @@ def test_on_one_device(name, heads):
             (each * weight).sum().backward()
         pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(mine, full, strict=True))]
         assert worst_error((a.detach(), b.detach(), b.detach()) for a, b in pairs) < BOUND
+
+
+def drawn(shape, size, seed, heads, key_masked, held):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
+    mask = random_mask(seed, size)
+    return max(
+        error_of(mesh, each, mask, heads, key_masked, held) for each in attentions_on(mesh, "contiguous")
+    )
+
+
+@PROVE
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.sampled_from(MESHES),
+    st.integers(1, 40),
+    st.integers(0, 1 << 20),
+    st.sampled_from([(n * m, n) for n in range(1, 8) for m in (1, 2, 3)]),
+    st.booleans(),
+    st.sampled_from(["in order", "dealt", "moved", "unknown"]),
+)
+def test_any_slices_on_any_mesh(ranks, shape, size, seed, heads, key_masked, held):
+    errors = ranks(shape[0] * shape[1], drawn, shape, size, seed, heads, key_masked, held)
+    assert max(errors) < BOUND
 
 
 def gathered(name):
