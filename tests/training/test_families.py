@@ -31,7 +31,7 @@ FAMILIES = {
 
 
 def config_of(name, clips, output, plan=None, **changes):
-    recipe = FAMILIES[name]
+    recipe = FAMILIES.get(name) or RECIPES[name]
     model = {"class_name": recipe.models[0], "config": dict(recipe.tiny)}
     changes = {"model": model, "steps": 4, **changes}
     if recipe.begins_with_a_frame:
