@@ -103,12 +103,25 @@ class Codec(Protocol):
     sides: tuple[tuple[int, int], tuple[int, int]]
     # What latents of frames that are given are multiplied by, where a model takes those in channels of their own.
     given_scale: float
+    # What latents are multiplied by beside their own statistics, and with them a mask, where a model has it so.
+    factor: float
 
-    def encode(self, frames: Tensor, shown: Tensor | None = None, drawn: int | None = None) -> Tensor:
+    def encode(
+        self,
+        frames: Tensor,
+        shown: Tensor | None = None,
+        drawn: int | None = None,
+        *,
+        black: bool = False,
+        noise: Tensor | None = None,
+    ) -> Tensor:
         """uint8 [B, T, H, W, 3] to latents [B, C, t, h, w] of about unit variance, in fp32 or more.
 
-        Frames where `shown`, bool [B, T], is not set count as grey. Where a VAE gives a mean and a deviation, latents
-        are drawn by the seed `drawn`, and rounded to fp16; without one they are the mean.
+        Frames where `shown`, bool [B, T], is not set count as grey, or as black. Where a VAE gives a mean and a
+        deviation, latents are drawn by the seed `drawn`, and rounded to fp16; without one they are the mean.
+
+        Args:
+            noise: [B, T, 3, H, W], added to the pixels in −1…1 that are not black.
         """
         ...
 
@@ -121,15 +134,23 @@ class SpaceToDepth:
     """Every square of pixels becomes the channels of one position: exact, and nothing to train."""
 
     latent_frames = LatentFrames(1)
-    given_scale = 1.0
+    given_scale = factor = 1.0
 
     def __init__(self, patch: int, dtype: torch.dtype):
         self.spatial, self.channels, self.dtype = patch, 3 * patch * patch, dtype
         self.sides = (patch, patch), (patch, patch)
 
-    def encode(self, frames: Tensor, shown: Tensor | None = None, drawn: int | None = None) -> Tensor:
+    def encode(
+        self,
+        frames: Tensor,
+        shown: Tensor | None = None,
+        drawn: int | None = None,
+        *,
+        black: bool = False,
+        noise: Tensor | None = None,
+    ) -> Tensor:
         """frames: uint8 [B, T, H, W, 3], and which of them are shown [B, T] → latents [B, C, t, h, w]."""
-        pixels = _to_unit(frames, self.dtype, shown)
+        pixels = _to_unit(frames, self.dtype, shown, black, noise)
         batch, length = frames.shape[:2]
         # [B·T, 3, H, W] → [B·T, 3·patch², H/patch, W/patch]
         folded = F.pixel_unshuffle(pixels.flatten(0, 1), self.spatial)
@@ -155,6 +176,7 @@ class VideoVAE:
         self.channels = config.get("z_dim") or config.get("latent_channels")
         # CogVideoX 1.5 was trained with pictures that were divided by the factor that clips are multiplied by.
         self.given_scale = config["scaling_factor"] ** -2 if config.get("invert_scale_latents") else 1.0
+        self.factor = config.get("scaling_factor") or 1.0
         # Pixels a side, and frames, to one latent position; the classes say it under two names.
         for pattern in ("scale_factor_{}", "{}_compression_ratio"):
             names = (pattern.format("spatial"), pattern.format("temporal"))
@@ -202,7 +224,7 @@ class VideoVAE:
         usual = config.get("shift_factor") or 0.0, 1.0
         mean, std = (torch.as_tensor([default] if each is None else each, dtype=torch.float32, device=device)
                      for each, default in zip(found, usual, strict=True))  # fmt: skip
-        std = std / (config.get("scaling_factor") or 1.0)
+        std = std / self.factor
         return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
 
     def _pixels(self, like: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -214,7 +236,15 @@ class VideoVAE:
         return 2 * mean - 1, 2 * std
 
     @torch.no_grad()
-    def encode(self, frames: Tensor, shown: Tensor | None = None, drawn: int | None = None) -> Tensor:
+    def encode(
+        self,
+        frames: Tensor,
+        shown: Tensor | None = None,
+        drawn: int | None = None,
+        *,
+        black: bool = False,
+        noise: Tensor | None = None,
+    ) -> Tensor:
         """frames: uint8 [B, T, H, W, 3], and which of them are shown [B, T] → latents [B, C, t, h, w]."""
         # Before the model is given its work, for which a copy from the host would wait.
         mean, std = self.statistics(frames.device)
@@ -225,7 +255,8 @@ class VideoVAE:
         # One by one, so that the values do not depend on which clips come together.
         for row in range(len(frames)):
             one = slice(row, row + 1)
-            unit = _to_unit(frames[one], torch.float32, None if shown is None else shown[one])
+            of_one = (None if each is None else each[one] for each in (shown, noise))
+            unit = _to_unit(frames[one], torch.float32, next(of_one), black, next(of_one))
             if moments is not None:
                 unit = (unit - moments[0]) / moments[1]
             pixels.append(unit.to(dtype).transpose(1, 2))
@@ -331,10 +362,17 @@ def check_multiple(name: str, size: int, unit: int, reason: str, least: int = 0)
         raise ValueError(f"{name} ({size}) must be {rule} for {reason}; use {choices}")
 
 
-def _to_unit(frames: Tensor, dtype: torch.dtype, shown: Tensor | None) -> Tensor:
-    """uint8 [B, T, H, W, 3] to [B, T, 3, H, W] in −1…1; 0 for frames that are not shown, bool [B, T]."""
+def _to_unit(
+    frames: Tensor, dtype: torch.dtype, shown: Tensor | None, black: bool = False, noise: Tensor | None = None
+) -> Tensor:
+    """uint8 [B, T, H, W, 3] to [B, T, 3, H, W] in −1…1; 0, or −1, for frames that are not shown, bool [B, T].
+
+    noise: [B, T, 3, H, W], added where a pixel is not −1.
+    """
     pixels = frames.permute(0, 1, 4, 2, 3).to(dtype) / 127.5 - 1
-    return pixels if shown is None else pixels * shown.to(pixels)[..., None, None, None]
+    if shown is not None:
+        pixels = torch.where(shown[..., None, None, None].to(pixels.device), pixels, -1.0 if black else 0.0)
+    return pixels if noise is None else torch.where(pixels == -1, pixels, pixels + noise.to(pixels))
 
 
 def _to_bytes(pixels: Tensor) -> Tensor:

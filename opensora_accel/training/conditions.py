@@ -12,6 +12,11 @@ of a clip of 9 frames the first is given (`i2v_head`). Wan 2.1 takes it in furth
     input      16 channels of the noisy clip, 4 of the mask, 16 of the clip with what is given: 36
     loss       all latent frames, as its sampler makes the given ones too, or 1 and 2 (`conditions.learn_given`)
 
+EasyAnimate has black in the place of grey, and noise on the pixels that are given. Its mask is one channel, of each
+latent frame whether the two frames in its middle are given, times the VAE's factor:
+
+    mask         1    |    0    |    0          of frames 0, 2 and 3, 6 and 7
+
 LTX-Video and Wan 2.2 5B take it in the place of what is noisy, and every token has a time of its own:
 
     input      16 channels: latent frame 0 of the picture, 1 and 2 noisy
@@ -47,6 +52,7 @@ Names and numbers of frames: Open-Sora 2.0 (github.com/hpcaitech/Open-Sora, open
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -59,6 +65,11 @@ from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.codec import Codec, LatentFrames
 from opensora_accel.training.flow import TIMESTEPS, generator
 from opensora_accel.training.sections import ConditionsConfig
+
+# The noise of pixels that are given, of 2 from black to white: of samples, and of what is learned the mean and the
+# deviation of its logarithm. Source: diffusers, EasyAnimateInpaintPipeline, noise_aug_strength and
+# add_noise_to_reference_video.
+_LEVEL_OF_SAMPLES, _LOG_LEVEL = 0.0563, (-3.0, 0.5)
 
 
 class Condition(NamedTuple):
@@ -174,10 +185,13 @@ class Conditioning:
     # In channels behind those of what is noisy; in the place of its latents, at time 0; in a branch of its own, which
     # takes controls too; or in rows of their own, which the first and the last frame may have.
     place: Literal["channels", "latents", "branch", "rows"]
-    # In channels: a number for each frame of a latent frame, before what is given; one, behind it; or none.
-    mask: Literal["frames", "latent frames"] | None = None
-    # What is given is encoded as a clip whose other frames are grey; or by itself, and zero follows.
-    in_grey: bool = False
+    # In channels: a number for each frame of a latent frame, before what is given; one, behind it; one, before it, of
+    # how many of its two middle frames are given, times the VAE's factor; or none.
+    mask: Literal["frames", "latent frames", "middle frames"] | None = None
+    # What is given is encoded as a clip whose other frames are so; or by itself, and zero follows.
+    others: Literal["grey", "black"] | None = None
+    # The model's argument by which pixels that are given are in noise, before they are encoded; none has none.
+    noise_if: str = ""
     # The channels are there in a run that gives no frames too, and are zero.
     always: bool = False
     # They are the mask's alone, of a model that takes latents in their place.
@@ -188,7 +202,8 @@ class Conditioning:
     drawn: int | None = None
     # The first frame of every clip is given, and nothing else ever.
     always_first: bool = False
-    # Those channels are not behind the noisy clip's, but an argument of their own, as what a branch takes is.
+    # Those channels are an argument of their own, as what a branch takes is: the model itself joins them to the noisy
+    # clip.
     apart: bool = False
     # Frames at the end of a clip may be given too. Each end is encoded by itself, and its latent frames are all marked:
     # of one last frame the last one.
@@ -203,13 +218,11 @@ class Conditioning:
         """Channels of what is given and its mask, behind those of the noisy clip."""
         if not self.has_channels:
             return 0
-        of_mask = {"frames": temporal, "latent frames": 1, None: 0}[self.mask]
+        of_mask = {"frames": temporal, "latent frames": 1, "middle frames": 1, None: 0}[self.mask]
         return of_mask if self.mask_alone else codec_channels + of_mask
 
     def input_channels(self, codec: Codec) -> int:
-        """All channels that a model takes of the noisy clip, with those behind it."""
-        if self.apart:
-            return codec.channels
+        """All channels that a model takes, with those of the noisy clip."""
         return codec.channels + self.num_channels(codec.channels, codec.latent_frames.temporal)
 
     def branch_channels(self, codec: Codec) -> int:
@@ -227,13 +240,19 @@ class Conditioning:
         channels = self.num_channels(like.size(1), temporal)
         return Condition(like.new_zeros(len(like), channels, *like.shape[2:]), is_apart=self.apart)
 
-    def encode(self, codec: Codec, frames: Tensor, given: Sequence[Given]) -> Tensor:
+    def encode(
+        self, codec: Codec, frames: Tensor, given: Sequence[Given], noise: Tensor | None = None
+    ) -> Tensor:
         """frames: uint8 [B, T, H, W, 3], of each of which is given what `given` says → latents [B, C, t, h, w].
 
         In rows of their own they are those of both ends, [B, C, 2, h, w].
+
+        Args:
+            noise: [B, T, 3, H, W], which the pixels are in, of a model that has it so.
         """
-        if self.in_grey:
-            return codec.encode(frames, torch.stack([each.frames(frames.size(1)) for each in given]))
+        if self.others is not None:
+            shown = torch.stack([each.frames(frames.size(1)) for each in given])
+            return codec.encode(frames, shown, black=self.others == "black", noise=noise)
         if self.place == "rows":
             ends = [codec.encode(frames[:, number, None], drawn=self.drawn) for number in (0, -1)]
             return torch.cat(ends, dim=2)
@@ -267,6 +286,41 @@ class Conditioning:
 def mask_of(given: Tensor, latent_frames: LatentFrames) -> Tensor:
     """given: bool [B, T] → [B, temporal, t], those of each latent frame."""
     return given[:, latent_frames.numbers(given.size(1))]
+
+
+def middle_mask(given: Tensor, num_latents: int) -> Tensor:
+    """given: bool [B, T] → fp32 [B, num_latents]: of the first latent frame whether its frame is given, and of another
+    how many of its two middle ones are: 0, ½ or 1.
+
+    Of 9 frames and 3 latent frames these are 0, 2 and 3, and 6 and 7, so that of a last frame alone nothing is marked:
+    so EasyAnimateInpaintPipeline has it.
+    """
+    first, others = given[:, None, :1].float(), given[:, None, 1:].float()
+    if num_latents == 1:
+        return first.squeeze(1)
+    others = F.interpolate(others, size=num_latents - 1, mode="linear", align_corners=False)
+    return torch.cat([first, others], dim=2).squeeze(1)
+
+
+def pixel_noise(
+    like: Tensor, given: Sequence[Given], seed: int, positions: Sequence[int], *, in_sample: bool
+) -> Tensor:
+    """Noise of the pixels that are given, fp32 [B, T, 3, H, W], zero elsewhere; drawn on the host.
+
+    A sample has as much as EasyAnimateInpaintPipeline gives it, and a clip that is learned as much as is drawn for it:
+    so its authors train (github.com/aigc-apps/EasyAnimate, scripts/train.py).
+
+    Args:
+        like: uint8 [B, T, H, W, 3].
+    """
+    batch, length, height, width, _ = like.shape
+    noise = torch.zeros(batch, length, 3, height, width)
+    for row, each, position in zip(noise, given, positions, strict=True):
+        shown, rng = each.frames(length), generator(seed, "noise of given pixels", position)
+        level = math.exp(_LOG_LEVEL[0] + _LOG_LEVEL[1] * torch.randn((), generator=rng).item())
+        drawn = torch.randn(int(shown.sum()), 3, height, width, generator=rng)
+        row[shown] = (_LEVEL_OF_SAMPLES if in_sample else level) * drawn
+    return noise.to(like.device)
 
 
 def branch_mask(given: Tensor, num_latents: int) -> Tensor:
@@ -319,7 +373,7 @@ def check_conditions(
                 f"conditions.{kind} gives {max(KINDS[kind])} frames, and this model takes the first, the last or both; "
                 "set it to 0, and conditions.i2v_head, i2v_tail or i2v_loop above 0"
             )
-        takes_tails = conditioning is None or conditioning.in_grey or in_rows or conditioning.at_both_ends
+        takes_tails = conditioning is None or conditioning.others or in_rows or conditioning.at_both_ends
         if weight and KINDS[kind].tail and not takes_tails:
             raise ValueError(
                 f"conditions.{kind} gives frames at the end of a clip, and this model takes them at its beginning; set "
@@ -386,6 +440,7 @@ def encode_condition(
     num_frames: int,
     latent_frames: LatentFrames,
     like: Tensor,
+    factor: float = 1.0,
 ) -> tuple[Condition, Tensor]:
     """What the model gets of clips, pictures left out, and bool [B, t], the latent frames whose frames are all given.
 
@@ -393,6 +448,7 @@ def encode_condition(
         encode: gives the latents [n, C, t, h, w] of n of the samples, by their numbers, with what is given of them.
         given: of each of B samples.
         like: the latents [B, C, t, h, w] of whole clips.
+        factor: the VAE's.
     """
     frames = torch.stack([each.frames(num_frames) for each in given])
     mask = mask_of(frames, latent_frames).to(like.device)
@@ -421,4 +477,7 @@ def encode_condition(
         latents = torch.cat([everywhere(mask), latents], dim=1)
     elif conditioning.mask == "latent frames":
         latents = torch.cat([latents, everywhere(whole[:, None])], dim=1)
+    elif conditioning.mask == "middle frames":
+        middle = middle_mask(frames, like.size(2)).to(latents) * factor
+        latents = torch.cat([everywhere(middle[:, None]), latents], dim=1)
     return Condition(latents, is_apart=conditioning.apart), whole

@@ -174,6 +174,7 @@ class CachedLatents:
     ):
         """Arguments are those of `_KeptByClip`, and how frames that are given are encoded."""
         self.channels, self.spatial, self.latent_frames = codec.channels, codec.spatial, codec.latent_frames
+        self.factor = codec.factor
         self._conditioning = conditioning
         self._kept = _KeptByClip(codec, build, needed, in_memory=in_memory, stored=stored)
 
@@ -199,7 +200,7 @@ class CachedLatents:
 
         encoded: list[Any] | None = None
         if given is not None and how is not None:
-            encoded = [how.place, how.in_grey, *([] if how.drawn is None else [how.drawn])]
+            encoded = [how.place, how.others, *([] if how.drawn is None else [how.drawn])]
         key = {
             "num_frames": size.num_frames,
             "height": size.height,
@@ -209,6 +210,10 @@ class CachedLatents:
             "how": encoded,
         }
         return self._kept.value_of(clip, given, key, encode)
+
+    def encoder(self) -> Codec:
+        """The codec itself, for what is not kept."""
+        return self._kept.encoder()
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents [B, C, t, h, w] to uint8 [B, T, H, W, 3]."""

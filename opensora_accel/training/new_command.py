@@ -47,6 +47,8 @@ _PUBLISHED = {
     "mochi": "genmo/mochi-1-preview",
     "cogvideox-2b": "THUDM/CogVideoX-2b",
     "cogvideox-5b": "THUDM/CogVideoX-5b",
+    "easyanimate-5.1-7b": "alibaba-pai/EasyAnimateV5.1-7b-zh-diffusers",
+    "easyanimate-5.1-12b-inp": "alibaba-pai/EasyAnimateV5.1-12b-zh-InP-diffusers",
     "cosmos-predict2-2b": "nvidia/Cosmos-Predict2-2B-Video2World",
     # Each of its kinds lies on a branch.
     "cosmos-predict2.5-2b": "nvidia/Cosmos-Predict2.5-2B --revision diffusers/base/post-trained",

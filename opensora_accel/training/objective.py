@@ -42,6 +42,7 @@ from opensora_accel.training.conditions import (
     branch_condition,
     draw_conditions,
     encode_condition,
+    pixel_noise,
 )
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.data import Batch, Clip
@@ -377,6 +378,8 @@ class Objective:
         clips: Sequence[Clip],
         positions: Sequence[int],
         controls: Tensor | None = None,
+        *,
+        in_sample: bool = False,
     ) -> tuple[Condition, Tensor]:
         """What the model gets of clips, of which frames of these kinds are given, and which latent frames are whole.
 
@@ -385,6 +388,7 @@ class Objective:
             like: of the shape [B, C, t, h, w] of their latents.
             positions: by which noise is drawn, where what is given is held in noise.
             controls: frames of the controls of those clips that have one, as `frames`; None has none.
+            in_sample: whether a sample gets it, whose pixels have the noise that the pipeline gives them.
 
         Returns:
             What it gets, and bool [B, t], the latent frames whose frames are all given.
@@ -393,7 +397,14 @@ class Objective:
         given = [KINDS[kind] for kind in kinds]
 
         def encode(rows: list[int]) -> Tensor:
-            return self._encode(frames[rows], [clips[row] for row in rows], [given[row] for row in rows])
+            of_rows, parts = [clips[row] for row in rows], [given[row] for row in rows]
+            if not self._noise_on_pixels:
+                return self._encode(frames[rows], of_rows, parts)
+            numbers = [positions[row] for row in rows]
+            noise = pixel_noise(frames[rows], parts, self.config.seed, numbers, in_sample=in_sample)
+            codec = self.codec.encoder() if isinstance(self.codec, CachedLatents) else self.codec
+            assert self.conditioning is not None
+            return self.conditioning.encode(codec, frames[rows], parts, noise)
 
         sizes = frames.size(1), self.codec.latent_frames
         if self.conditioning.place == "branch":
@@ -407,7 +418,7 @@ class Objective:
             ]
             to_be_made = self._in_grey(frames if controls is None else controls, parts, followed, like)
             return branch_condition(kept, to_be_made, given, *sizes, self.codec.spatial)
-        condition, whole = encode_condition(self.conditioning, encode, given, *sizes, like)
+        condition, whole = encode_condition(self.conditioning, encode, given, *sizes, like, self.codec.factor)
         if self.conditioning.timestep:
             noise = draw_noise(
                 condition.latents, self.config.seed, positions, purpose="noise of given frames"
@@ -468,10 +479,12 @@ class Objective:
                     given.add((clip, KINDS[kind]))
         in_branch = self._needed_in_branch(clips)
         if config.path and (config.cache or disk_cache is not None):
-            needed = whole | given | in_branch
-            num_elements = sum(math.prod(self.latent_shapes[clip.bucket]) for clip, _ in needed)
+            kept_ones = whole | in_branch | (set() if self._noise_on_pixels else given)
+            num_elements = sum(math.prod(self.latent_shapes[clip.bucket]) for clip, _ in kept_ones)
             if config.cache:
-                _check_room("codec.cache keeps the latents of every clip", len(needed), num_elements)
+                _check_room("codec.cache keeps the latents of every clip", len(kept_ones), num_elements)
+            # What is in new noise each time is never kept, so that the VAE stays.
+            needed = kept_ones | given
             build = partial(build_codec, config, self.device, self.dtype)
             stored = None if disk_cache is None else Stored.latents(disk_cache, self.config, self.device)
             assert not isinstance(self.codec, CachedLatents)
@@ -492,6 +505,12 @@ class Objective:
         if self.second is not None:
             # Or it would hold the encoders that are released.
             self.second.codec, self.second.pictures = self.codec, self.pictures
+
+    @property
+    def _noise_on_pixels(self) -> bool:
+        """Whether pixels of frames that are given are in noise, which is drawn each time."""
+        name = "" if self.conditioning is None else self.conditioning.noise_if
+        return bool(name and arguments_of(self.model)[name])
 
     def _needed_in_branch(self, clips: Mapping[int, Clip]) -> set[tuple[Clip, Given | None]]:
         """What a model with a branch needs of controls of these clips, by their positions, and of grey."""

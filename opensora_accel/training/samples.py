@@ -143,7 +143,9 @@ def _sample(
             blank = torch.zeros_like(frames[0])
             followed = torch.stack([blank if each is None else each.to(blank) for each in controls])
         kinds, numbers = [kind] * len(captions), [*captions]
-        condition, _ = objective.encode_condition(kinds, frames, noise, clips, numbers, followed)
+        condition, _ = objective.encode_condition(
+            kinds, frames, noise, clips, numbers, followed, in_sample=True
+        )
     streams, of_sound = [noise], objective.sound_latents(bucket)
     if of_sound is not None:
         streams.append(_noise(objective, of_sound, "sound of a sample", captions))

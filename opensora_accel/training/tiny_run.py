@@ -156,8 +156,8 @@ def _tiny_model(config: ModelConfig, conditioning: Conditioning | None, is_causa
     given = build.given_arguments(config)
     arguments = {name: value for name, value in given.items() if name not in derived}
     arguments |= {name: value for name, value in recipe.tiny.items() if name in known and name not in derived}
-    if conditioning is not None and "in_channels" in known and not conditioning.apart:
-        # By its channels a model says how it takes frames.
+    if conditioning is not None and "in_channels" in known and len(recipe.frames) > 1:
+        # By its channels a model says in which of several ways it takes frames.
         channels = 3 * _PATCH**2
         arguments["in_channels"] = channels + conditioning.num_channels(channels, 1)
     if is_causal:

@@ -338,6 +338,17 @@ FROM_FRAMES = {
 }
 
 
+# Whose pipeline takes a video and a mask.
+FROM_VIDEOS = {
+    "EasyAnimate": FromFrame("EasyAnimateTransformer3DModel", "EasyAnimateInpaintPipeline"),
+    "EasyAnimate, no noise": FromFrame(
+        "EasyAnimateTransformer3DModel",
+        "EasyAnimateInpaintPipeline",
+        config={"add_noise_in_inpaint_model": False},
+    ),
+}
+
+
 class Unguarded:
     """In place of Cosmos's guardrail: nothing is unsafe."""
 

@@ -161,13 +161,28 @@ def test_weights_of_another_kind_are_refused():
         for arguments, message in (
             (
                 {"in_channels": 97},
-                r"in_channels is 97, .* gives? 48 \(first frames that are given are not trained",
+                r"in_channels is 97, .* give 48 \(conditions, as --conditions\.i2v_head 1, take 49 of 97\)",
             ),
             ({"text_embed_dim_t5": 64}, r"text_embed_dim_t5 is 64, .* one encoder, as EasyAnimate 5\.1"),
             ({"patch_size": 4}, r"data\.height \(24\) must be a multiple of 16"),
         ):
             with pytest.raises(ValueError, match=message):
                 built(config(EASYANIMATE, tiny | arguments, data=data))
+        masks = tiny | {"resize_inpaint_mask_directly": False}
+        built(config(EASYANIMATE, masks, data=data))
+        with pytest.raises(
+            ValueError, match=r"resize_inpaint_mask_directly is False, .* choose weights of 5\.1"
+        ):
+            built(config(EASYANIMATE, masks, data=data, conditions={"i2v_head": 1.0}))
+        built(config(EASYANIMATE, tiny, data=data, conditions={"i2v_head": 1.0}))
+        with pytest.raises(ValueError, match=r"in_channels is 13, .* \(first frames .* are not trained"):
+            built(
+                config(
+                    "MochiTransformer3DModel",
+                    dict(RECIPES["MochiTransformer3DModel"].tiny) | {"in_channels": 13},
+                    data=data,
+                )
+            )
 
 
 def test_frozen_weights_are_counted_as_they_are_kept(monkeypatch):

@@ -32,7 +32,7 @@ from tests.tiers import PROVE, some
 from tests.training.runs import assert_one_run, class_of, tiny_config
 from tests.training.test_loop import curve
 
-WAN = Conditioning("channels", "frames", in_grey=True)
+WAN = Conditioning("channels", "frames", others="grey")
 FOURS = LatentFrames(4)
 ALL = {"conditions.t2v": 1, "conditions.i2v_head": 5, "conditions.i2v_tail": 2, "conditions.i2v_loop": 2}
 

@@ -215,5 +215,5 @@ def test_a_proof_and_a_plan_have_controls_and_masks(folder, tmp_path):
     assert small.data.masks and not set_aside and all(video.control for video in videos)
     assert build.recipe_of(small.model).follows_controls
     (size,) = planned_sizes(config)
-    assert size.true.condition.is_apart and size.true.inputs(2).branch.shape == (2, 2 * 48 + 16, 5, 6, 10)
+    assert size.true.condition.is_apart and size.true.inputs(2).apart.shape == (2, 2 * 48 + 16, 5, 6, 10)
     assert proof_of(config, tmp_path / "proof", 2).step is not None

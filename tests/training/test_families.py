@@ -28,6 +28,9 @@ FAMILIES = {
     if name == recipe.models[0] and name != "WanTransformer3DModel" and not recipe.home
     for number, each in enumerate((recipe, *recipe.variants))
 }
+# Whose weights are others where frames are given, and take them apart from the noisy clip.
+FROM_FRAMES = "EasyAnimateTransformer3DModel, from frames"
+FAMILIES[FROM_FRAMES] = RECIPES["EasyAnimateTransformer3DModel"]
 
 
 def config_of(name, clips, output, plan=None, **changes):
@@ -36,6 +39,8 @@ def config_of(name, clips, output, plan=None, **changes):
     changes = {"model": model, "steps": 4, **changes}
     if recipe.begins_with_a_frame:
         changes = {"conditions": {"t2v": 0.0, "i2v_head": 1.0}, "text.cache": False, **changes}
+    if name == FROM_FRAMES:
+        changes = {"conditions": {"t2v": 0.0, "i2v_head": 1.0, "i2v_loop": 1.0}, **changes}
     if recipe.takes_forcing:
         changes = {"flow.diffusion_forcing": "non-decreasing", **changes}
     return tiny_config(clips, output, plan, **changes)

@@ -99,7 +99,7 @@ def materials(tmp_path_factory):
     return folder, videos
 
 
-IN_GREY = Conditioning("channels", "frames", in_grey=True)
+IN_GREY = Conditioning("channels", "frames", others="grey")
 CHOICES = {
     "content": [0, 1],
     "file": ["one.mp4", "another name.mp4"],

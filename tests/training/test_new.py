@@ -14,7 +14,7 @@ from opensora_accel.training.sections import ConditionsConfig
 from opensora_accel.training.tiny_run import write_clips
 from opensora_accel.verify.pool import RankError
 from tests.tiers import PROVE, some
-from tests.training.pipelines import CAPTIONS, EVERY, FROM_FRAMES, setting
+from tests.training.pipelines import CAPTIONS, EVERY, FROM_FRAMES, FROM_VIDEOS, setting
 
 
 def saved(name, folder):
@@ -103,14 +103,14 @@ def test_a_run_takes_what_was_written(ranks, pipelines, tmp_path, name):
 @pytest.mark.parametrize(
     "name",
     some(
-        ["CogVideoX", "HunyuanVideo 1.5", "Cosmos-Predict 2", *OF_HUNYUAN],
+        ["CogVideoX", "HunyuanVideo 1.5", "Cosmos-Predict 2", "EasyAnimate", *OF_HUNYUAN],
         "CogVideoX",
         "Cosmos-Predict 2",
         OF_HUNYUAN[0],
     ),
 )
 def test_weights_that_begin_with_a_frame(ranks, tmp_path, name):
-    frame = FROM_FRAMES[name]
+    frame = (FROM_FRAMES | FROM_VIDEOS)[name]
     made = setting(frame.family, frame.vae, frame)
     made.pipeline.to(torch.float32).save_pretrained(tmp_path / "pipeline")
     config, _ = written(tmp_path / "pipeline")

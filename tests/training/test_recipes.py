@@ -34,6 +34,7 @@ from tests.training.pipelines import (
     EVERY,
     FAMILIES,
     FROM_FRAMES,
+    FROM_VIDEOS,
     WITH_SOUND,
     FromFrame,
     as_given,
@@ -50,6 +51,7 @@ from tests.training.vaes import (
     picture_vae_for_frames,
 )
 
+FRAMES = FROM_FRAMES | FROM_VIDEOS
 # One of those that have the same; those of HunyuanVideo 1.5 and Allegro take long to decode.
 OF_OWN_VAE = [
     name
@@ -260,13 +262,13 @@ def test_a_sample_with_sound_that_begins_with_a_frame_is_the_pipelines(name, mon
 
 
 def settings():
-    return [(name, None) for name in EVERY] + [(frame.family, name) for name, frame in FROM_FRAMES.items()]
+    return [(name, None) for name in EVERY] + [(frame.family, name) for name, frame in FRAMES.items()]
 
 
 @pytest.mark.parametrize("device", CPU_AND_GPU)
 @pytest.mark.parametrize(("name", "frame"), settings())
 def test_what_is_learned_and_made_on_a_gpu_is_that_of_the_host(name, frame, device):
-    frame = FROM_FRAMES.get(frame)
+    frame = FRAMES.get(frame)
     made = setting(name, frame.vae if frame else None, frame)
     assert_the_answers_of_the_host(made, device)
 

@@ -93,7 +93,7 @@ class Inputs:
         return None if self.condition is None else self.condition.pictures
 
     @property
-    def branch(self) -> Tensor | None:
+    def apart(self) -> Tensor | None:
         """What is given, where the model takes it in an argument of its own, [B, C', t, h, w]."""
         condition = self.condition
         return condition.latents if condition is not None and condition.is_apart else None

@@ -1,7 +1,12 @@
 """EasyAnimate 5.1: a language model's states of a caption, of which the padding counts; no mask of the text.
 
-Source: diffusers, EasyAnimatePipeline.
-https://github.com/huggingface/diffusers/blob/main/src/diffusers/pipelines/easyanimate/pipeline_easyanimate.py
+Weights that begin with frames ("-InP") are told of these apart from the noisy clip, behind which the model puts them:
+
+    given        0    · · · ·    · · · ·     noise on its pixels, black in the place of the others, encoded as a clip
+    mask         1    |    0     |    0      one channel before it, times the VAE's factor
+
+Source: diffusers, EasyAnimatePipeline and EasyAnimateInpaintPipeline
+(https://github.com/huggingface/diffusers/blob/main/src/diffusers/pipelines/easyanimate).
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from opensora_accel.training.captions import TextStates
+from opensora_accel.training.conditions import Conditioning
 from opensora_accel.training.recipes.base import Recipe, Sizes
 
 # Source: Qwen/Qwen2-VL-7B-Instruct, chat_template.json, of one message with text alone.
@@ -16,6 +22,15 @@ _TEMPLATE = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
+
+
+def _check(sizes: Sizes) -> None:
+    if sizes.input_channels > sizes.channels and not sizes.arguments["resize_inpaint_mask_directly"]:
+        raise ValueError(
+            "resize_inpaint_mask_directly is False, by which a model takes masks that the VAE has encoded, and this "
+            "trainer makes those that are resized, as of EasyAnimate 5.1; choose weights of 5.1, or leave all of "
+            "conditions but t2v out"
+        )
 
 
 def _derive(sizes: Sizes) -> dict[str, Any]:
@@ -31,8 +46,14 @@ def _derive(sizes: Sizes) -> dict[str, Any]:
 RECIPE = Recipe(
     models=("EasyAnimateTransformer3DModel",),
     pipeline="EasyAnimatePipeline",
-    call={"timestep": "timestep", "encoder_hidden_states": "text"},
+    call={"timestep": "timestep", "encoder_hidden_states": "text", "inpaint_latents": "apart"},
     derive=_derive,
+    check=_check,
+    frames=(
+        Conditioning(
+            "channels", "middle frames", others="black", apart=True, noise_if="add_noise_in_inpaint_model"
+        ),
+    ),
     text=(
         TextStates(
             encoders=("qwen2_vl", "qwen2_vl_text"),

@@ -52,9 +52,9 @@ def _places_of_text(inputs: Inputs) -> Tensor:
 
 def _given(inputs: Inputs) -> Tensor | None:
     """[B, t·h·w, 68], the mask's channel first; None for a model without."""
-    if inputs.branch is None:
+    if inputs.apart is None:
         return None
-    latents, mask = inputs.branch[:, :-1], inputs.branch[:, -1:]
+    latents, mask = inputs.apart[:, :-1], inputs.apart[:, -1:]
     return to_patches(torch.cat([mask, latents], dim=1), patches_of(inputs.config))
 
 

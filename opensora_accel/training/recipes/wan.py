@@ -38,7 +38,7 @@ RECIPE = Recipe(
     # The last 512 of all tokens are the text's, and the others the picture's.
     pictures=PictureStates(text_length=512),
     frames=(
-        Conditioning("channels", "frames", in_grey=True),
+        Conditioning("channels", "frames", others="grey"),
         # 2.2 5B.
         Conditioning("latents"),
     ),
@@ -71,10 +71,10 @@ VACE = replace(
     RECIPE,
     models=("WanVACETransformer3DModel",),
     pipeline="WanVACEPipeline",
-    call={"timestep": "timestep", "encoder_hidden_states": "text", "control_hidden_states": "branch"},
+    call={"timestep": "timestep", "encoder_hidden_states": "text", "control_hidden_states": "apart"},
     derive=_derive_vace,
     pictures=None,
-    frames=(Conditioning("branch", in_grey=True, always=True),),
+    frames=(Conditioning("branch", others="grey", always=True),),
     tiny=dict(RECIPE.tiny) | {"vace_layers": [0, 1]},
 )
 
