@@ -144,11 +144,17 @@ def test_given_frames_are_the_same_on_any_mesh(ranks, clips, tmp_path, plan):
 
 
 def trained(config):
+    """Losses, how much is stored, and how often the VAE is loaded again while clips are learned."""
+    from opensora_accel.training import objective
     from opensora_accel.training.loop import Trainer
 
+    loaded, build_codec = [], objective.build_codec
+    # What is kept remembers by what it is loaded.
+    objective.build_codec = lambda *arguments: loaded.append(arguments) or build_codec(*arguments)
     trainer = Trainer(config)
-    found = trainer.train()
-    return found, trainer.disk_cache and trainer.disk_cache.counts.stored
+    found = [trainer.step()["loss"] for _ in range(config.steps)]
+    objective.build_codec = build_codec
+    return found, trainer.disk_cache and trainer.disk_cache.counts.stored, len(loaded)
 
 
 def test_clips_are_kept_and_what_is_in_noise_is_not(ranks, clips, tmp_path):
@@ -165,11 +171,12 @@ def test_clips_are_kept_and_what_is_in_noise_is_not(ranks, clips, tmp_path):
 
     stored = {}
     for noisy in (True, False):
-        plain, _ = run(f"plain {noisy}", noisy)
-        in_memory, _ = run(f"memory {noisy}", noisy, **{"codec.cache": True})
+        plain, *_ = run(f"plain {noisy}", noisy)
+        in_memory, _, loaded = run(f"memory {noisy}", noisy, **{"codec.cache": True})
+        assert loaded == 0, "it stays as long as it is needed"
         cached = {"cache_folder": str(tmp_path / f"cache {noisy}")}
-        cold, stored[noisy] = run(f"cold {noisy}", noisy, **cached)
-        warm, _ = run(f"warm {noisy}", noisy, **cached)
+        cold, stored[noisy], _ = run(f"cold {noisy}", noisy, **cached)
+        warm, *_ = run(f"warm {noisy}", noisy, **cached)
         assert plain == in_memory == cold == warm
     assert 0 < stored[True] < stored[False], "frames without noise are kept too"
 
@@ -185,3 +192,29 @@ def test_a_proof_and_a_plan_have_given_frames(clips, tmp_path):
     assert size.true.inputs(2).apart.shape == (2, 1 + 48, 5, 6, 10)
     assert size.true.condition.put(torch.zeros(1, 48, 5, 6, 10)).size(1) == 48
     assert proof_of(config, tmp_path / "proof", 2).step is not None
+
+
+def levels_of(config):
+    """Of the noise of pixels, while clips are learned and in samples."""
+    from opensora_accel.training import objective, samples
+    from opensora_accel.training.loop import Trainer
+
+    trainer, found = Trainer(config), []
+
+    def noise(*arguments, in_sample):
+        drawn = pixel_noise(*arguments, in_sample=in_sample)
+        found.append(drawn[drawn != 0].std().item())
+        return drawn
+
+    objective.pixel_noise = noise
+    trainer.step()
+    with torch.no_grad():
+        samples.sample_clips(trainer.objective, trainer.loader.videos[:1])
+    objective.pixel_noise = pixel_noise
+    return found
+
+
+def test_samples_have_the_noise_of_the_pipeline(ranks, clips, tmp_path):
+    options = {"conditions.t2v": 0, "conditions.i2v_tail": 0, "data.batch_size": 1, "flow.sample_steps": 1}
+    learned, sampled = ranks(1, levels_of, config_of(clips, tmp_path, Plan(), **options))[0]
+    assert sampled == pytest.approx(0.0563, rel=0.05) and abs(learned / 0.0563 - 1) > 0.1
