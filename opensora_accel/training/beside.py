@@ -1,8 +1,8 @@
-"""What lies beside clips: masks, which say what of a clip is learned, and controls, which a model follows.
+"""What lies beside clips: masks, which say what of a clip is learned, controls, which a model follows, and references.
 
-Both lie in a folder of their own as the files do in theirs: of clips/a.mp4 `data.masks` has masks/a.png, or
-masks/a.mp4, and `data.controls` controls/a.mp4. A file without a mask is learned whole, and one without a control from
-text alone.
+Masks and controls lie in a folder of their own as the files do in theirs: of clips/a.mp4 `data.masks` has masks/a.png,
+or masks/a.mp4, and `data.controls` controls/a.mp4. A file without a mask is learned whole, and one without a control
+from text alone.
 
 A mask is a picture, which holds for all frames of its clip, or a video of as many frames. White is learned, black is
 not, and grey in part. A latent is learned as far as its pixels are: of one that is made of 4 frames of 8 × 8 pixels,
@@ -10,6 +10,9 @@ not, and grey in part. A latent is learned as far as its pixels are: of one that
 
 A control is a clip of poses, depths or edges, frame by frame: a video of as many frames, and of a picture a picture. It
 is read as its clip is, from the same frame on, at the same size.
+
+References are pictures of what a clip shows: of clips/a.mp4 `data.references` has references/a.png, or with
+`data.num_references` 2 references/a.0.png and a.1.png.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -50,7 +53,7 @@ _WHITE = 255
 
 @dataclass(frozen=True)
 class _Kind:
-    """Masks or controls, as an option's folder has them."""
+    """Masks, controls or references, as an option's folder has them."""
 
     # The option, without data., and the field of a video.
     option: str
@@ -65,6 +68,7 @@ class _Kind:
 
 _MASKS = _Kind("masks", "mask", "learned whole", ".png, or a video", holds=True)
 _CONTROLS = _Kind("controls", "control", "learned from text alone", "", holds=False)
+_REFERENCES = _Kind("references", "reference", "refused", ".png", holds=False)
 
 
 def with_masks(videos: Sequence[Video], config: DataConfig) -> tuple[list[Video], dict[str, str]]:
@@ -82,11 +86,69 @@ def with_controls(videos: Sequence[Video], config: DataConfig) -> tuple[list[Vid
     return _with(_CONTROLS, videos, config)
 
 
+def with_references(videos: Sequence[Video], config: DataConfig) -> tuple[list[Video], dict[str, str]]:
+    """The videos with their references, and the reason for each that is set aside because one cannot be read.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: a video has fewer references than `data.num_references`, or more; or none is left.
+    """
+    if not config.references:
+        return list(videos), {}
+    found = _find(_REFERENCES, Path(config.references), set(IMAGES))
+    own = _references_of(videos, found, config)
+    set_aside: dict[str, str] = {}
+    for file, paths in own.items():
+        try:
+            for path in paths:
+                probe(path)
+        except UnreadableVideo as error:
+            set_aside[file] = str(error)
+    usable = [
+        dataclasses.replace(video, references=tuple(map(os.path.abspath, own[video.file])))
+        for video in videos
+        if video.file not in set_aside
+    ]
+    if not usable:
+        raise ValueError(nothing_usable(config.root, set_aside))
+    return usable, set_aside
+
+
+def _references_of(
+    videos: Sequence[Video], found: Mapping[str, Path], config: DataConfig
+) -> dict[str, list[Path]]:
+    """Those of each file, in order; `found` are all, by their paths in their folder without endings.
+
+    Raises:
+        ValueError: a video has fewer than `data.num_references`, or more.
+    """
+    stems = {video.file: PurePosixPath(video.file).with_suffix("").as_posix() for video in videos}
+    count, others = config.num_references, set(stems.values())
+    own, wrong = dict[str, list[Path]](), list[str]()
+    for file, stem in stems.items():
+        numbered = [f"{stem}.{number}" for number in range(count + 1)]
+        # a.0 may be a file of its own.
+        names = [each for each in (stem, *numbered) if each in found and (each == stem or each not in others)]
+        own[file] = [found[name] for name in names]
+        if names != numbered[:count] and not (count == 1 and names == [stem]):
+            wrong.append(file)
+    if wrong:
+        stem = stems[wrong[0]]
+        expected = f"{stem}.png" if count == 1 else f"{stem}.0.png to {stem}.{count - 1}.png"
+        has = ", ".join(path.name for path in own[wrong[0]]) or "none"
+        raise ValueError(
+            f"{len(wrong)} of {len(videos)} files do not have {count} in data.references {config.references}, as "
+            f"data.num_references says; of {wrong[0]} there is {has}, and would be {expected}: add what is missing, "
+            "set data.num_references to what every file has, or leave these files out"
+        )
+    return own
+
+
 def _with(kind: _Kind, videos: Sequence[Video], config: DataConfig) -> tuple[list[Video], dict[str, str]]:
     folder = getattr(config, kind.option)
     if not folder:
         return list(videos), {}
-    found = _find(kind, Path(folder))
+    found = _find(kind, Path(folder), VIDEOS | set(IMAGES))
     stems = [PurePosixPath(video.file).with_suffix("").as_posix() for video in videos]
     without = [video.file for video, stem in zip(videos, stems, strict=True) if stem not in found]
     if len(without) == len(videos):
@@ -125,15 +187,15 @@ def _with(kind: _Kind, videos: Sequence[Video], config: DataConfig) -> tuple[lis
     return usable, set_aside
 
 
-def _find(kind: _Kind, folder: Path) -> dict[str, Path]:
-    """The masks or controls of a folder and those below it, by their paths in it without their endings."""
+def _find(kind: _Kind, folder: Path, endings: Collection[str]) -> dict[str, Path]:
+    """The files of a kind in a folder and those below it, by their paths in it without their endings."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"data.{kind.option} {folder} is no folder; give one with a {kind.name} for each file"
         )
     found: dict[str, Path] = {}
     for path in sorted(folder.rglob("*")):
-        if path.suffix.lower() not in VIDEOS | set(IMAGES) or not path.is_file():
+        if path.suffix.lower() not in endings or not path.is_file():
             continue
         stem = path.relative_to(folder).with_suffix("").as_posix()
         if stem in found:

@@ -120,7 +120,7 @@ def build_model(
     shapes: dict[Bucket, LatentShape] = {}
     for bucket in config.data.sizes:
         with _named(bucket, config.data):
-            shapes[bucket] = check_sizes(bucket, codec, outline)
+            shapes[bucket] = with_references(check_sizes(bucket, codec, outline), config.data)
     conditioning = conditioning_of(config, codec)
     check_conditions(config.conditions, config.data.sizes, codec.latent_frames, conditioning)
     check_conditioning(recipe, conditioning, config)
@@ -567,6 +567,12 @@ def check_sizes(bucket: Bucket, codec: Codec, model: Any) -> LatentShape:
     if shape[1] % block:
         check_multiple("the number of latent frames", shape[1], block, "the model's causal blocks")
     return shape
+
+
+def with_references(shape: LatentShape, data: DataConfig) -> LatentShape:
+    """The latent shape [C, t, h, w] of what a model makes of a clip: before it a latent frame of each reference."""
+    channels, num_frames, height, width = shape
+    return channels, num_frames + data.latent_frames_before, height, width
 
 
 def causal_block_size(arguments: Mapping[str, Any]) -> int:

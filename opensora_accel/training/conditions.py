@@ -46,6 +46,14 @@ kept of it, and what is to be made, where a control (pose, depth, edges) stands 
 
     branch        16 + 16 channels, and the mask of each of 8 × 8 pixels: 96
 
+Its references, pictures of what a clip shows, are latent frames of their own before the clip: encoded alone, kept, and
+with nothing to be made. They are noisy where the clip is, and what a sample makes in their place is left out. So two of
+them, in the pipeline's order, which puts the second first:
+
+    latents       reference 2 | reference 1 | 0 | 1 2 3 4 | 5 6 7 8
+    kept          reference 2 | reference 1 | as above
+    to be made, mask        0 |           0 | as above
+
 Names and numbers of frames: Open-Sora 2.0 (github.com/hpcaitech/Open-Sora, opensora/utils/train.py). Channels: Wan 2.1
 (arXiv:2503.20314). VACE: arXiv:2503.07598. Where nothing is given (`t2v`), mask and clip are zero, as in Open-Sora.
 """
@@ -417,6 +425,7 @@ def branch_condition(
     num_frames: int,
     latent_frames: LatentFrames,
     spatial: int,
+    references: Tensor | None = None,
 ) -> tuple[Condition, Tensor]:
     """What a model with a branch gets of clips, and bool [B, t], the latent frames whose frames are all given.
 
@@ -425,10 +434,18 @@ def branch_condition(
         to_be_made: those of its control, or of grey alone, where nothing is given.
         given: of each of B samples.
         spatial: pixels along each side of a latent position.
+        references: their latents [B, C, N, h, w], which stand before the clip; nothing of them is to be made.
     """
     frames = torch.stack([each.frames(num_frames) for each in given])
     mask = branch_mask(frames, kept.size(2)).to(kept)[:, None, :, None, None]
     mask = mask.expand(-1, spatial**2, -1, *kept.shape[-2:])
+    if references is not None:
+        before = [references, torch.zeros_like(references), torch.zeros_like(mask[:, :, :1])]
+        before[2] = before[2].expand(-1, -1, references.size(2), -1, -1)
+        kept, to_be_made, mask = (
+            torch.cat([first.to(each), each], dim=2)
+            for first, each in zip(before, (kept, to_be_made, mask), strict=True)
+        )
     whole = mask_of(frames, latent_frames).all(1).to(kept.device)
     return Condition(torch.cat([kept, to_be_made, mask], dim=1), is_apart=True), whole
 

@@ -18,12 +18,12 @@ import itertools
 import json
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from opensora_accel.communications import gather_objects
 from opensora_accel.files import retried
-from opensora_accel.training.beside import read_mask, with_controls, with_masks
+from opensora_accel.training.beside import read_mask, with_controls, with_masks, with_references
 from opensora_accel.training.buckets import Bucket, batch_sizes
 from opensora_accel.training.disk_cache import file_digest
 from opensora_accel.training.entries import Entry, entries_of
@@ -50,6 +50,7 @@ from opensora_accel.training.video import (
     nothing_usable,
     read_clip,
     read_timed_clip,
+    read_whole_picture,
 )
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Clip:
     """Which frames of a file a sample has, and the SHA-256 sum of the file that they were read from.
 
     The sum is None where nobody asked for it, or where the file changed while it was read. `control` says the same of
-    the control that the sample follows.
+    the control that the sample follows, and `references` of its references, which are whole pictures on white.
     """
 
     file: str
@@ -72,6 +73,19 @@ class Clip:
     bucket: Bucket
     digest: str | None = field(default=None, compare=False)
     control: Clip | None = field(default=None, compare=False)
+    references: tuple[Clip, ...] = field(default=(), compare=False)
+    is_reference: bool = False
+
+
+class Digests(NamedTuple):
+    """Sums of a sample's file, and of those beside it; None as in `Clip`."""
+
+    file: str | None = None
+    control: str | None = None
+    references: Sequence[str | None] = ()
+
+
+NO_DIGESTS = Digests()
 
 
 @dataclass(frozen=True)
@@ -84,14 +98,15 @@ class Sample:
     caption: str
     frames: Tensor | None = None
     error: str | None = None
-    digest: str | None = None
+    digests: Digests = NO_DIGESTS
     # [channels, samples], where it was asked for and the file has sound that fits.
     sound: Tensor | None = None
     # uint8 [T, H, W], where the run has masks.
     mask: Tensor | None = None
-    # uint8 [T, H, W, 3], where the file has a control, and the sum of the control's file.
+    # uint8 [T, H, W, 3], where the file has a control.
     control: Tensor | None = None
-    control_digest: str | None = None
+    # uint8 [N, H, W, 3], where the run has references.
+    references: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +115,8 @@ class Batch:
 
     With sound, `sounds` are the samples [channels, n] of each clip, or None where it has none; where the run has masks,
     `masks` are those of the frames, uint8 [b, T, H, W]; where it has controls, `controls` are those of the clips that
-    have one, uint8 [b, T, H, W, 3].
+    have one, uint8 [b, T, H, W, 3]; where it has references, `references` are those of each clip, uint8
+    [b, N, H, W, 3].
     """
 
     frames: Tensor
@@ -111,6 +127,7 @@ class Batch:
     sounds: list[Tensor | None]
     masks: Tensor | None = None
     controls: Tensor | None = None
+    references: Tensor | None = None
 
     @property
     def bucket(self) -> Bucket:
@@ -145,7 +162,8 @@ class VideoFolder(Dataset[Sample]):
         position, video_index = key
         video, config = self.videos[video_index], self.config
         bucket, path = video.bucket, Path(config.root) / video.file
-        frames = error = digest = sound = mask = control = control_digest = None
+        frames = error = sound = mask = control = references = None
+        digests = NO_DIGESTS
         try:
             before = self._digest(path)
             which: dict[str, Any] = {
@@ -162,7 +180,12 @@ class VideoFolder(Dataset[Sample]):
                 of_control = self._digest(video.control)
                 read = partial(read_clip, video.control, **which)
                 control = retried(read, f"reading the control of {video.file}")
-                control_digest = self._unchanged(video.control, of_control)
+                digests = digests._replace(control=self._unchanged(video.control, of_control))
+            if video.references:
+                of_references = [self._digest(each) for each in video.references]
+                references = read_references(video, retried)
+                unchanged = [*map(self._unchanged, video.references, of_references)]
+                digests = digests._replace(references=unchanged)
             if self.sound is not None and shown is not None and self._is_in_time(*shown, bucket.num_frames):
                 hear = partial(
                     read_sound,
@@ -173,10 +196,10 @@ class VideoFolder(Dataset[Sample]):
                     num_channels=self.sound.num_channels,
                 )
                 sound = retried(hear, f"reading the sound of {video.file}")
-            digest = self._unchanged(path, before)
+            digests = digests._replace(file=self._unchanged(path, before))
         except UnreadableVideo as failure:
             frames, error = None, str(failure)
-        of_file = video.file, video.caption, frames, error, digest, sound, mask, control, control_digest
+        of_file = video.file, video.caption, frames, error, digests, sound, mask, control, references
         return Sample(position, video_index, *of_file)
 
     def _digest(self, path: str | Path) -> str | None:
@@ -206,12 +229,34 @@ class VideoFolder(Dataset[Sample]):
         return int(torch.randint(num_starts, (), generator=generator(self._seed, "start", position)))
 
 
-def clip_of(video: Video, start: int, digest: str | None = None, control_digest: str | None = None) -> Clip:
-    """The clip of a video that begins with this frame, and that of its control."""
+def read_references(
+    video: Video, attempt: Callable[[Callable[[], Tensor], str], Tensor] = lambda read, _: read()
+) -> Tensor:
+    """uint8 [N, H, W, 3], those of a video; `attempt` is given what reads one, and a text that says so.
+
+    Raises:
+        UnreadableVideo: one is missing or damaged.
+    """
+    size = video.bucket.height, video.bucket.width
+    return torch.stack(
+        [
+            attempt(partial(read_whole_picture, path, *size), f"reading a reference of {video.file}")
+            for path in video.references
+        ]
+    )
+
+
+def clip_of(video: Video, start: int, digests: Digests = NO_DIGESTS) -> Clip:
+    """The clip of a video that begins with this frame, that of its control, and its references."""
     control = None
     if video.control is not None:
-        control = Clip(video.control, start, video.bucket, control_digest)
-    return Clip(video.file, start, video.bucket, digest, control)
+        control = Clip(video.control, start, video.bucket, digests.control)
+    sums = digests.references or [None] * len(video.references)
+    references = tuple(
+        Clip(path, 0, video.bucket, each, is_reference=True)
+        for path, each in zip(video.references, sums, strict=True)
+    )
+    return Clip(video.file, start, video.bucket, digests.file, control, references)
 
 
 def frame_rate(config: DataConfig, videos: Sequence[Video]) -> float:
@@ -276,7 +321,9 @@ class ClipLoader:
             usable, unreadable = index_videos(entries, config.root, config)
             usable, wrongly_masked = with_masks(usable, config)
             usable, wrongly_controlled = with_controls(usable, config)
-            return entries, usable, unreadable | wrongly_masked | wrongly_controlled
+            usable, without_references = with_references(usable, config)
+            set_aside = unreadable | wrongly_masked | wrongly_controlled | without_references
+            return entries, usable, set_aside
 
         # Every file that is named, usable or not.
         self.entries, usable, self._unreadable = (
@@ -357,12 +404,13 @@ class ClipLoader:
             if frames is None:
                 logger.warning("a clip is left out of the validation: %s", sample.error)
                 frames = torch.zeros(bucket.num_frames, bucket.height, bucket.width, 3, dtype=torch.uint8)
-            clip = self._clip(sample.file, sample.position, sample.digest, sample.control_digest)
+            clip = self._clip(sample.file, sample.position, sample.digests)
             mask = None if sample.mask is None else sample.mask[None]
             if self.config.masks and mask is None:
                 mask = torch.zeros(frames[None].shape[:-1], dtype=torch.uint8)
             of_clip = [sample.caption], [sample.position], [sample.file], [clip], [sample.sound]
-            batch = Batch(frames[None], *of_clip, mask, self._controls([sample], frames))
+            beside = self._controls([sample], frames), self._references([sample], frames)
+            batch = Batch(frames[None], *of_clip, mask, *beside)
             yield batch, is_own and sample.frames is not None
 
     def held_out_clips(self) -> dict[int, Clip]:
@@ -388,12 +436,10 @@ class ClipLoader:
             self._batch_sizes |= batch_sizes(tokens, self.config.batch_size, filled)
             self._begin(0, excluded=self._excluded, quarantined=self.quarantined)
 
-    def _clip(
-        self, file: str, position: int, digest: str | None = None, control_digest: str | None = None
-    ) -> Clip:
+    def _clip(self, file: str, position: int, digests: Digests = NO_DIGESTS) -> Clip:
         """Which clip of a file this position has."""
         video = self._usable[file]
-        return clip_of(video, self._folder.start(video, position), digest, control_digest)
+        return clip_of(video, self._folder.start(video, position), digests)
 
     def _controls(self, samples: Sequence[Sample], like: Tensor) -> Tensor | None:
         """uint8 [b, T, H, W, 3], black where a sample has none; None where the run has no controls."""
@@ -402,6 +448,13 @@ class ClipLoader:
         return torch.stack(
             [torch.zeros_like(like) if each.control is None else each.control for each in samples]
         )
+
+    def _references(self, samples: Sequence[Sample], like: Tensor) -> Tensor | None:
+        """uint8 [b, N, H, W, 3], black where a sample could not be read; None where the run has no references."""
+        if not self.config.references:
+            return None
+        nothing = like.new_zeros(self.config.num_references, *like.shape[1:])
+        return torch.stack([nothing if each.references is None else each.references for each in samples])
 
     def next_clips(self, num_batches: int) -> dict[int, Clip]:
         """The clip of each position that this data rank reads in the next batches, if no more files turn out bad."""
@@ -427,15 +480,15 @@ class ClipLoader:
             [sample.caption for sample in samples],
             [sample.position for sample in samples],
             [sample.file for sample in samples],
-            [
-                self._clip(sample.file, sample.position, sample.digest, sample.control_digest)
-                for sample in samples
-            ],
+            [self._clip(sample.file, sample.position, sample.digests) for sample in samples],
             [sample.sound for sample in samples],
             torch.stack([sample.mask for sample in samples if sample.mask is not None])
             if self.config.masks
             else None,
-            self._controls(samples, samples[0].frames) if samples[0].frames is not None else None,
+            *(
+                (beside(samples, samples[0].frames) if samples[0].frames is not None else None)
+                for beside in (self._controls, self._references)
+            ),
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -209,6 +209,8 @@ class CachedLatents:
             "given": given and given[: 2 + given.are_others],
             "how": encoded,
         }
+        if clip.is_reference:
+            key |= {"num_frames": 1, "is_reference": True}
         return self._kept.value_of(clip, given, key, encode)
 
     def encoder(self) -> Codec:

@@ -323,7 +323,7 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
             (
                 "conditions.t2v",
                 1.0,
-                "half of the clips from text alone, or data.controls: see docs/training.md",
+                "half of the clips from text alone, or data.controls and data.references: see docs/training.md",
             ),
             ("conditions.i2v_head", 1.0, "and half from their first frame"),
         ]

@@ -176,11 +176,14 @@ class Objective:
         condition, learned = None, None
         with region("encode", "clips"):
             clean = self._encode(frames, batch.clips).to(self.dtype)
+            references = None
+            if batch.references is not None:
+                references = self.encode_references(batch.references, batch.clips)
             kinds = self._draw_conditions(batch.bucket, batch.positions) if self.conditioning else []
             if self.conditioning is not None and self.conditioning.is_needed(kinds):
                 controls = None if batch.controls is None else batch.controls.to(self.device)
                 given = kinds, frames, clean, batch.clips, batch.positions
-                condition, whole = self.encode_condition(*given, controls)
+                condition, whole = self.encode_condition(*given, controls, references)
                 # What stands in the place of noise is put back after a sample.
                 if condition.given is not None or not self.config.conditions.learn_given:
                     learned = ~whole[:, :, None, None]
@@ -188,6 +191,13 @@ class Objective:
                 masks = batch.masks.to(self.device)
                 shares = latent_shares(masks, self.codec.latent_frames, *clean.shape[-2:])
                 learned = shares if learned is None else shares * learned
+            if references is not None:
+                # A sampler makes them too.
+                clean = torch.cat([references, clean], dim=2)
+                if learned is not None:
+                    size = len(learned), references.size(2), *learned.shape[2:]
+                    of_references = learned.new_full(size, self.config.conditions.learn_given)
+                    learned = torch.cat([of_references, learned], dim=1)
             sound = None if self.sounds is None else self._encode_sound(self.sounds, batch)
         kept = None
         if self.config.data.regularisation:
@@ -378,6 +388,7 @@ class Objective:
         clips: Sequence[Clip],
         positions: Sequence[int],
         controls: Tensor | None = None,
+        references: Tensor | None = None,
         *,
         in_sample: bool = False,
     ) -> tuple[Condition, Tensor]:
@@ -388,6 +399,7 @@ class Objective:
             like: of the shape [B, C, t, h, w] of their latents.
             positions: by which noise is drawn, where what is given is held in noise.
             controls: frames of the controls of those clips that have one, as `frames`; None has none.
+            references: their latents [B, C, N, h, w], as `encode_references` gives them.
             in_sample: whether a sample gets it, whose pixels have the noise that the pipeline gives them.
 
         Returns:
@@ -417,7 +429,7 @@ class Objective:
                 for clip, each in zip(followed, given, strict=True)
             ]
             to_be_made = self._in_grey(frames if controls is None else controls, parts, followed, like)
-            return branch_condition(kept, to_be_made, given, *sizes, self.codec.spatial)
+            return branch_condition(kept, to_be_made, given, *sizes, self.codec.spatial, references)
         condition, whole = encode_condition(self.conditioning, encode, given, *sizes, like, self.codec.factor)
         if self.conditioning.timestep:
             noise = draw_noise(
@@ -436,6 +448,13 @@ class Objective:
                 pictures[shown] = states.to(pictures)
             condition = condition._replace(pictures=pictures)
         return condition, whole
+
+    def encode_references(self, references: Tensor, clips: Sequence[Clip]) -> Tensor:
+        """references: uint8 [B, N, H, W, 3] of these clips → latents [B, C, N, h, w], the last reference first."""
+        batch, count = references.shape[:2]
+        pictures = references.flatten(0, 1).unsqueeze(1).to(self.device)
+        latents = self._encode(pictures, [each for clip in clips for each in clip.references])
+        return latents.squeeze(2).unflatten(0, (batch, count)).flip(1).transpose(1, 2).to(self.dtype)
 
     def _in_grey(
         self, frames: Tensor, shown: Sequence[Given], clips: Sequence[Clip | None], like: Tensor
@@ -479,8 +498,9 @@ class Objective:
                     given.add((clip, KINDS[kind]))
         in_branch = self._needed_in_branch(clips)
         if config.path and (config.cache or disk_cache is not None):
-            kept_ones = whole | in_branch | (set() if self._noise_on_pixels else given)
-            num_elements = sum(math.prod(self.latent_shapes[clip.bucket]) for clip, _ in kept_ones)
+            references = {(each, None) for clip in clips.values() for each in clip.references}
+            kept_ones = whole | in_branch | references | (set() if self._noise_on_pixels else given)
+            num_elements = sum(self._num_elements(clip) for clip, _ in kept_ones)
             if config.cache:
                 _check_room("codec.cache keeps the latents of every clip", len(kept_ones), num_elements)
             # What is in new noise each time is never kept, so that the VAE stays.
@@ -505,6 +525,12 @@ class Objective:
         if self.second is not None:
             # Or it would hold the encoders that are released.
             self.second.codec, self.second.pictures = self.codec, self.pictures
+
+    def _num_elements(self, clip: Clip) -> int:
+        """Numbers in the latents of a clip, or of a reference."""
+        channels, num_frames, *sides = self.latent_shapes[clip.bucket]
+        before = self.config.data.latent_frames_before
+        return channels * (1 if clip.is_reference else num_frames - before) * math.prod(sides)
 
     @property
     def _noise_on_pixels(self) -> bool:

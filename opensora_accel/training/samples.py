@@ -25,7 +25,7 @@ from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.build import causal_block_size
 from opensora_accel.training.classes import arguments_of
 from opensora_accel.training.conditions import Condition, weights_of
-from opensora_accel.training.data import Clip, clip_of
+from opensora_accel.training.data import Clip, clip_of, read_references
 from opensora_accel.training.flow import draw_noise, generator, sample, staggered
 from opensora_accel.training.objective import Objective
 from opensora_accel.training.sections import DataConfig
@@ -58,6 +58,8 @@ class SampledClip:
     kind: str = "t2v"
     # The control that it follows, of the same shape, where the video has one.
     control: Tensor | None = None
+    # Its references, uint8 [N, H, W, 3], where the run has them.
+    references: Tensor | None = None
 
     @property
     def shown(self) -> Tensor:
@@ -75,11 +77,12 @@ def sample_clips(
 ) -> list[SampledClip]:
     """A clip for each video's caption and each of the others; every rank has to call, and gets the same clips.
 
-    The videos beside them are read on rank 0 alone, unless frames of them are given. Controls are read on all.
+    The videos beside them are read on rank 0 alone, unless frames of them are given. Controls and references are read
+    on all.
 
-    A video's has the size that the video is trained with, and follows the video's control. Where frames are given in
-    training, those of the kind with the greatest weight are given of the video. Clips of other captions have the size
-    with the most tokens, and nothing is given of them.
+    A video's has the size that the video is trained with, and the video's control and references. Where frames are
+    given in training, those of the kind with the greatest weight are given of the video. Clips of other captions have
+    the size with the most tokens, and nothing is given of them.
     """
     config = objective.config
     # Rank 0 shows them; what is given of them goes into the model, on every rank.
@@ -89,6 +92,7 @@ def sample_clips(
     controls = [
         None if video.control is None else _middle_of(video, config.data, video.control) for video in videos
     ]
+    references = [_references_of(video) for video in videos]
     rates = [max(1.0, (video.info.fps if video.info else 0) / config.data.frame_stride) for video in videos]
     samples: dict[int, SampledClip] = {}
     for bucket in dict.fromkeys(video.bucket for video in videos):
@@ -98,12 +102,13 @@ def sample_clips(
         clips = [clip_of(videos[number], _middle(videos[number], config.data)) for number in numbers]
         shown = torch.stack([sources[number] for number in numbers]) if sources else None
         captions = {number: videos[number].caption for number in numbers}
-        sampled = _sample(objective, captions, bucket, kind, shown, clips, [controls[n] for n in numbers])
+        beside = [controls[number] for number in numbers], [references[number] for number in numbers]
+        sampled = _sample(objective, captions, bucket, kind, shown, clips, *beside)
         for number, (clip, sound) in zip(numbers, sampled, strict=True):
             source = sources[number] if sources else None
             # Sound is made for the frame rate that the model is told.
             rate = rates[number] if sound is None else objective.frame_rate
-            of_video = rate, sound, kind, controls[number]
+            of_video = rate, sound, kind, controls[number], references[number]
             samples[number] = SampledClip(captions[number], clip, source, *of_video)
     captions = dict(enumerate(others, start=len(videos)))
     if captions:
@@ -122,6 +127,7 @@ def _sample(
     frames: Tensor | None = None,
     clips: Sequence[Clip] = (),
     controls: Sequence[Tensor | None] = (),
+    references: Sequence[Tensor | None] = (),
 ) -> list[tuple[Tensor, tuple[Tensor, int] | None]]:
     """One clip per caption, uint8 [T, H, W, 3], and its sound, where the model makes it.
 
@@ -129,9 +135,17 @@ def _sample(
         captions: each under the number that its noise is drawn by.
         kind: what is given of `frames`, uint8 [N, T, H, W, 3] of `clips`.
         controls: frames [T, H, W, 3] of the controls of those clips that have one.
+        references: those [N, H, W, 3] of each clip, of a run that has references; a caption alone has none.
     """
+    channels, num_frames, *sides = objective.latent_shapes[bucket]
+    before, pictures = objective.config.data.latent_frames_before, None
+    shown = [each for each in references if each is not None]
+    if shown:
+        pictures = objective.encode_references(torch.stack(shown), clips)
+    else:
+        num_frames, before = num_frames - before, 0
     # From the caption's number and the seed: the same noise at every step of the training, to see it learn.
-    noise = _noise(objective, objective.latent_shapes[bucket], "sample", captions)
+    noise = _noise(objective, (channels, num_frames, *sides), "sample", captions)
     condition = None
     if objective.conditioning is not None and objective.conditioning.is_needed([kind]):
         if frames is None:
@@ -144,13 +158,14 @@ def _sample(
             followed = torch.stack([blank if each is None else each.to(blank) for each in controls])
         kinds, numbers = [kind] * len(captions), [*captions]
         condition, _ = objective.encode_condition(
-            kinds, frames, noise, clips, numbers, followed, in_sample=True
+            kinds, frames, noise, clips, numbers, followed, pictures, in_sample=True
         )
     streams, of_sound = [noise], objective.sound_latents(bucket)
     if of_sound is not None:
         streams.append(_noise(objective, of_sound, "sound of a sample", captions))
     latents = sample_latents(objective, streams, list(captions.values()), bucket, condition)
-    made = objective.codec.decode(latents[0])
+    # What was made in the place of references is left out.
+    made = objective.codec.decode(latents[0][:, :, before:])
     if objective.sounds is None:
         return [(clip, None) for clip in made]
     samples, rate = objective.sounds.decode(latents[1])
@@ -249,6 +264,18 @@ def _middle_of(video: Video, config: DataConfig, path: str | Path) -> Tensor:
         return torch.full((bucket.num_frames, bucket.height, bucket.width, 3), 128, dtype=torch.uint8)
 
 
+def _references_of(video: Video) -> Tensor | None:
+    """uint8 [N, H, W, 3]; white where they cannot be read, and None where the video has none."""
+    if not video.references:
+        return None
+    try:
+        return read_references(video)
+    except UnreadableVideo as error:
+        logger.warning("a sample has white in the place of what cannot be read: %s", error)
+        size = len(video.references), video.bucket.height, video.bucket.width, 3
+        return torch.full(size, 255, dtype=torch.uint8)
+
+
 def write_comparison(folder: Path, samples: Sequence[SampledClip]) -> list[Path]:
     """Writes one mp4 per clip, on its left the source where there is one, and strip.png of them all; the mp4 files."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -260,6 +287,8 @@ def write_comparison(folder: Path, samples: Sequence[SampledClip]) -> list[Path]
             rows.append((f"source {number}", each.source))
         if each.control is not None:
             rows.append((f"control {number}", each.control))
+        if each.references is not None:
+            rows.append((f"references {number}", each.references))
         given = "" if each.kind == "t2v" else f", {each.kind}"
         rows.append((f"sampled {number}{given}", each.clip))
     (folder / "captions.txt").write_text("".join(f"{each.caption}\n" for each in samples), encoding="utf-8")

@@ -48,6 +48,11 @@ class DataConfig:
     """Folder with control clips (pose, depth, edges), as the files lie in theirs, for a model that follows them (Wan
     VACE): of a.mp4 a video of as many frames, of its shape, and of a picture a picture. A file without one is learned
     from text alone."""
+    references: str = ""
+    """Folder with pictures of what clips show (a person, a thing, a place), for a model that takes them (Wan VACE): of
+    a.mp4 a.png, or a.0.png, a.1.png and so on, of any shape. Every file has as many."""
+    num_references: Annotated[int, Field(ge=1, le=8)] = 1
+    """How many references each file has, each of which takes a latent frame more."""
     num_frames: Count = 9
     """Frames per clip."""
     frame_stride: Count = 1
@@ -68,6 +73,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         parse_buckets(self.buckets)
+        if self.num_references != 1 and not self.references:
+            raise ValueError(
+                f"data.num_references ({self.num_references}) says how many pictures of data.references each file has; "
+                "name that folder, or leave data.num_references out"
+            )
         if self.folder and self.folders:
             raise ValueError("data.folders stands in place of data.folder; leave one of them out")
         for name, times in self.folders.items():
@@ -99,6 +109,11 @@ class DataConfig:
     def root(self) -> str:
         """The folder by which files are named: data.folder, or the one that all of data.folders lie in."""
         return os.path.commonpath(map(os.path.abspath, self.folders)) if self.folders else self.folder
+
+    @property
+    def latent_frames_before(self) -> int:
+        """How many latent frames of references stand before those of a clip."""
+        return self.num_references if self.references else 0
 
     def is_regularisation(self, file: str) -> bool:
         """Whether a file, by its path in `root`, is one of data.regularisation."""

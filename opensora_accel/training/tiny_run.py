@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from PIL import Image
 from torch import nn
 
 from opensora_accel.communications import gather_objects
@@ -45,6 +47,8 @@ from shardformer.engine import weight_dtype
 
 # Of the small codec: pixels a side of a latent position.
 _PATCH = 4
+# Where references lie in the folder of generated clips.
+_REFERENCES = "references"
 
 
 def proof_of(config: TrainConfig, folder: Path, max_ranks: int) -> Proof:
@@ -56,7 +60,13 @@ def proof_of(config: TrainConfig, folder: Path, max_ranks: int) -> Proof:
     # Two experts go the same way, one after the other: what holds for one at its times holds for the other.
     config = config.experts[0]
     with_sound = build.recipe_of(config.model).makes_sound
-    tiny = tiny_config(config, write_clips(folder / "clips", with_sound=with_sound, of_lengths=True))
+    clips = write_clips(
+        folder / "clips",
+        with_sound=with_sound,
+        of_lengths=True,
+        num_references=config.data.latent_frames_before,
+    )
+    tiny = tiny_config(config, clips)
     true = TrueSize.of(config)
     return Proof(
         step=TrainerStep(tiny),
@@ -87,6 +97,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         # Clips are their own here, of the same frames.
         masks=str(folder) if config.data.masks else "",
         controls=str(folder) if config.data.controls else "",
+        references=str(folder / _REFERENCES) if config.data.references else "",
         # Three causal blocks where there are any.
         num_frames=6 if is_causal else 5,
         frame_stride=1,
@@ -237,6 +248,7 @@ class TrueSize:
         # With buckets, of the one that takes the most memory.
         largest = max(config.data.sizes, key=lambda size: size.num_frames * size.height * size.width)
         latents = latent_shape(codec, largest.num_frames, largest.height, largest.width)
+        latents = build.with_references(latents, config.data)
         texts = text_shapes(config.text, build.texts_of(config))
         arguments = build.model_arguments(config, codec, texts)
         condition = build.condition_of_one(config, codec, latents)
@@ -336,10 +348,12 @@ def write_clips(
     *,
     with_sound: bool = False,
     of_lengths: bool = False,
+    num_references: int = 0,
 ) -> Path:
     """A folder of moving gradients, each of another colour, with captions; small enough that decoding is nothing.
 
-    With sound each hums another tone. With `of_lengths` the captions are of different lengths.
+    With sound each hums another tone. With `of_lengths` the captions are of different lengths. References are pictures
+    of other shapes, in the folder references in it.
     """
     from opensora_accel.training.samples import write_video
 
@@ -354,6 +368,13 @@ def write_clips(
         write_video(folder / f"{number}.mp4", frames, 12, hum if with_sound else None)
         words = f"a gradient of colour number {number}".split()
         caption = " ".join(words[number % 3 :] if of_lengths else words)
+        for reference in range(num_references):
+            (folder / _REFERENCES).mkdir(exist_ok=True)
+            shape = 24 + 8 * reference, 32, 3
+            shades = (torch.arange(math.prod(shape)).view(shape) * (number + 1) + 50 * reference) % 256
+            ending = f".{reference}" if num_references > 1 else ""
+            picture = Image.fromarray(shades.to(torch.uint8).numpy())
+            picture.save(folder / _REFERENCES / f"{number}{ending}.png")
         lines.append(json.dumps({"file": f"{number}.mp4", "caption": caption}))
     (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder

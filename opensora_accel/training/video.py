@@ -27,6 +27,7 @@ import torch
 from av.video.reformatter import VideoReformatter
 from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
+from torch.nn import functional
 
 from opensora_accel.training.buckets import Bucket, bucket_of, cropped_share
 from opensora_accel.training.entries import Entry
@@ -45,6 +46,8 @@ _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,ogg,asf,mxf,gif,ivf,nut,yuv4mpeg
 _OPTIONS = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "file", "enable_drefs": "0"}
 
 
+# A side of a reference is brought to a multiple of so many pixels before it is made to fit.
+_PICTURE_UNIT = 8
 # A picture, and when it is shown.
 _Shown = tuple[numpy.ndarray, Fraction | None]
 
@@ -154,6 +157,32 @@ def read_timed_clip(
     first, last = times[0], times[-1]
     shown = None if first is None or last is None else (first, last)
     return torch.from_numpy(numpy.stack(pictures)), shown
+
+
+def read_whole_picture(path: str | os.PathLike[str], height: int, width: int) -> Tensor:
+    """A picture, upright, as large as fits, in the middle of white: uint8 [height, width, 3].
+
+    Sizes and filters are those of WanVACEPipeline. What can be seen through is white.
+
+    Raises:
+        UnreadableVideo: the file is missing or damaged.
+    """
+    with _open_image(path) as image:
+        upright = ImageOps.exif_transpose(image).convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright).convert("RGB")
+    unit = _PICTURE_UNIT
+    picture = picture.resize(
+        (max(unit, picture.width // unit * unit), max(unit, picture.height // unit * unit)),
+        Image.Resampling.LANCZOS,
+    )
+    scale = min(height / picture.height, width / picture.width)
+    size = max(1, int(picture.height * scale)), max(1, int(picture.width * scale))
+    pixels = torch.from_numpy(numpy.array(picture)).float().permute(2, 0, 1)
+    fitted = functional.interpolate(pixels[None], size, mode="bilinear", align_corners=False)[0]
+    top, left = (height - size[0]) // 2, (width - size[1]) // 2
+    canvas = torch.full((height, width, 3), 255, dtype=torch.uint8)
+    canvas[top : top + size[0], left : left + size[1]] = fitted.round().to(torch.uint8).permute(1, 2, 0)
+    return canvas
 
 
 def is_image(path: str | os.PathLike[str]) -> bool:
@@ -343,6 +372,8 @@ class Video:
     mask: str | None = None
     # The whole path of the control that it follows.
     control: str | None = None
+    # The whole paths of its references.
+    references: tuple[str, ...] = ()
 
 
 def index_videos(

@@ -178,7 +178,7 @@ class World:
         kept = {"in_memory": False, "stored": common, "conditioning": conditioning}
         cached = CachedLatents(codec, lambda: codec, [], **kept)
         hits = self.cache.counts.hits
-        clip = Clip(sample.file, chosen["start"], config.data.sizes[0], sample.digest)
+        clip = Clip(sample.file, chosen["start"], config.data.sizes[0], sample.digests.file)
         frames = sample.frames[None]
         found = cached.encode(frames, [clip], [given])
         fresh = codec.encode(frames) if given is None else conditioning.encode(codec, frames, [given])
@@ -190,7 +190,7 @@ class World:
         )
         folder.start = lambda video, position: chosen["start"]
         sample = folder[0, 0]
-        assert sample.error is None and sample.digest is not None
+        assert sample.error is None and sample.digests.file is not None
         return sample
 
     def picture(self, chosen):
@@ -203,7 +203,7 @@ class World:
         common = Stored.pictures(self.cache, image, CPU)
         kept = KeptPictures(encoder, lambda: encoder, [], in_memory=False, stored=common)
         hits = self.cache.counts.hits
-        clip = Clip(sample.file, chosen["start"], config.data.sizes[0], sample.digest)
+        clip = Clip(sample.file, chosen["start"], config.data.sizes[0], sample.digests.file)
         found = kept.encode(sample.frames[:1], [clip])
         return found, encoder.encode(sample.frames[:1]), self.cache.counts.hits > hits
 
@@ -350,12 +350,12 @@ def test_a_video_that_changes_while_it_is_read_is_not_stored(materials, tmp_path
         [Video(path.name, "", probe(path), config.data.sizes[0])], config.data, seed=0, digests=True
     )
     sample = folder[0, 0]
-    assert sample.frames is not None and sample.digest is None
+    assert sample.frames is not None and sample.digests.file is None
     codec = build_codec(config.codec, CPU, torch.float32)
     cached = CachedLatents(
         codec, lambda: codec, [], in_memory=False, stored=Stored.latents(world.cache, config, CPU)
     )
-    cached.encode(sample.frames[None], [Clip(sample.file, 0, config.data.sizes[0], sample.digest)])
+    cached.encode(sample.frames[None], [Clip(sample.file, 0, config.data.sizes[0], sample.digests.file)])
     assert not world.cache.folder.exists(), "nothing was stored"
 
 

@@ -253,7 +253,7 @@ class Recipe:
 
     @property
     def follows_controls(self) -> bool:
-        """Whether it takes controls, as pose and depth."""
+        """Whether it takes controls, as pose and depth, and references, as a picture of a person."""
         return any(each.place == "branch" for each in self.frames)
 
     @property

@@ -55,7 +55,7 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
 
 
 def _check_given(family: str, recipe: Recipe, config: TrainConfig) -> None:
-    """Raises ValueError where frames or controls are given to a family that takes none."""
+    """Raises ValueError where a family takes nothing of what is given, or in another way."""
     if config.conditions.are_used and not recipe.frames:
         others = "a model that takes them, as WanTransformer3DModel"
         if any(each.frames for each in recipe.variants):
@@ -63,11 +63,7 @@ def _check_given(family: str, recipe: Recipe, config: TrainConfig) -> None:
         raise ValueError(
             f"{family} takes no frames that are given; leave all of conditions but t2v out, or choose {others}"
         )
-    if config.data.controls and not recipe.follows_controls:
-        raise ValueError(
-            f"{family} follows no controls; leave data.controls out, or choose a model that does: "
-            "WanVACETransformer3DModel"
-        )
+    _check_beside(family, recipe, config)
     if config.conditions.are_used and recipe.text[0].picture and config.text.cache:
         raise ValueError(
             f"{family}'s encoder of captions sees the frames that are given, and text.cache embeds captions alone, at "
@@ -78,6 +74,15 @@ def _check_given(family: str, recipe: Recipe, config: TrainConfig) -> None:
             "flow.frame_guidance is for samples that begin with frames, of a model that learns clips without them too, "
             f"as Open-Sora's MMDiTModel, and this run of {family} has none; leave it out"
         )
+
+
+def _check_beside(family: str, recipe: Recipe, config: TrainConfig) -> None:
+    """Raises ValueError where the family takes nothing of what lies beside clips."""
+    for option, what in (("controls", "follows no controls"), ("references", "takes no references")):
+        if getattr(config.data, option) and not recipe.follows_controls:
+            raise ValueError(
+                f"{family} {what}; leave data.{option} out, or choose a model that does: WanVACETransformer3DModel"
+            )
 
 
 def _check_first_frame(family: str, config: TrainConfig) -> None:
