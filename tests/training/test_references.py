@@ -315,3 +315,25 @@ def test_a_proof_and_a_plan_have_references(folder, tmp_path):
     assert size.true.inputs(2).apart.shape == (2, 2 * 48 + 16, 7, 6, 10)
     assert proof_of(config, tmp_path / "proof", 2).step is not None
     assert (tmp_path / "proof" / "clips" / "references" / "4.1.png").is_file()
+
+
+def test_a_picture_that_is_a_clip_and_its_own_reference_is_kept_as_both(ranks, tmp_path):
+    """As a clip it is cropped, and as a reference it stands on white."""
+    vae("AutoencoderKLWan").save_pretrained(tmp_path / "vae")
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for number in range(2):
+        Image.linear_gradient("L").resize((48 + 16 * number, 80)).convert("RGB").save(
+            pictures / f"{number}.png"
+        )
+        (pictures / f"{number}.txt").write_text("a gradient")
+    options = {"steps": 2, "data.num_frames": 1, "data.height": 32, "data.width": 48, "data.batch_size": 2}
+    options |= {"data.references": str(pictures), "data.num_references": 1}
+    options |= {"codec": {"path": str(tmp_path / "vae"), "dtype": "fp32"}}
+    plain, stored = (
+        ranks(
+            1, kept, config_of(pictures, tmp_path / f"run {folder}", Plan(), **options, cache_folder=folder)
+        )[0]
+        for folder in ("", str(tmp_path / "cache"))
+    )
+    assert plain[0] == stored[0]
