@@ -61,7 +61,7 @@ def test_an_option_of_another_family_is_refused():
             {"flow": {"time_range": [0.0, 0.5]}, "num_samples": 0},
             "flow.time_range knows nothing",
         ),
-        ("CogVideoXTransformer3DModel", {"flow": {"shift": "ltx"}}, "is LTX-Video's"),
+        ("CogVideoXTransformer3DModel", {"flow": {"shift": "ltx"}}, "is of another family"),
         ("CogVideoXTransformer3DModel", {"flow": {"huber": 0.1}}, "flow.huber knows nothing"),
         (
             "WanTransformer3DModel",
