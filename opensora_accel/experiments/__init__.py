@@ -17,7 +17,7 @@ AdamW with 8 and 4 bits (`low_bit`; the trainer's `optim.state`)
 
 Frozen weights in 8 and 4 bits (`quantized`; the trainer's `lora.base`)
     moves in when: a LoRA of Wan 2.1 14B trains on one GPU of 24 GB, and its step takes at most 1.2 times a bf16 base's.
-    removing costs: the option, and in `training/build.py` a call and what it counts of memory and parameters.
+    removing costs: the option, and in `training` a call and what it counts of memory and parameters.
 
 They import the library; nothing imports them. `opensora_accel/experimental.py` loads the one that a field asks for.
 """

@@ -1,69 +1,50 @@
-"""The parts of a run, made from its configuration: device, model, encoders; checked against each other."""
+"""A run's model, made from its configuration when all that could be wrong with it has been looked for.
+
+First without memory: an argument that its class does not take, encoders that do not fit, clips that do not fit, and
+sizes that this machine has no room for all end the run before anything large is made. Then with weights that are still
+to be read, each rank its own shards, and adapters on it.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, get_type_hints
 
 import psutil
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from opensora_accel.communications import gather_objects
 from opensora_accel.deferred import deferred_init
 from opensora_accel.experimental import experiment
 from opensora_accel.parallel_states import get_mesh
-from opensora_accel.plan import Plan
 from opensora_accel.training.adapters import SavedAdapter, add_adapters, read_adapter
 from opensora_accel.training.buckets import Bucket, batch_sizes
-from opensora_accel.training.captions import TextShape, TextStates
-from opensora_accel.training.classes import (
-    arguments_of,
-    import_class,
-    is_path,
-    make,
-    name_in,
-    parameters_of,
-    taker_of,
-)
-from opensora_accel.training.codec import Codec, LatentShape, check_multiple, latent_shape
-from opensora_accel.training.conditions import KINDS, Condition, Conditioning, Given, check_conditions
+from opensora_accel.training.captions import TextShape
+from opensora_accel.training.classes import arguments_of, make
+from opensora_accel.training.codec import Codec, LatentShape
+from opensora_accel.training.conditions import check_conditions
 from opensora_accel.training.config import TrainConfig
-from opensora_accel.training.options import check_argument
-from opensora_accel.training.pictures import PictureStates, picture_shape
-from opensora_accel.training.pretrained import in_one_line, read_description, unloadable, with_defaults
-from opensora_accel.training.recipes import (
-    RECIPES,
-    Inputs,
-    Recipe,
-    Sizes,
-    check_conditioning,
-    check_recipe,
-    patches_of,
+from opensora_accel.training.configured import (
+    conditioning_of,
+    derived_arguments,
+    is_same,
+    model_arguments,
+    model_class,
+    recipe_of,
 )
-from opensora_accel.training.sampler import Portion
-from opensora_accel.training.sections import DataConfig, ModelConfig
-from opensora_accel.training.sound import sound_shape
-from opensora_accel.training.text_encoders import picture_tokens
+from opensora_accel.training.one_clip import check_sizes, inputs_of_one, tokens_per_sample, with_references
+from opensora_accel.training.pretrained import in_one_line, unloadable
+from opensora_accel.training.recipes import Inputs, Recipe, check_conditioning, check_recipe
+from opensora_accel.training.sections import DataConfig
 from opensora_accel.weights import load_weights
 from shardformer.engine import frozen_dtype
-from shardformer.policy import model_names
 
 logger = logging.getLogger(__name__)
-
-# Arguments that count from 0.
-_NUMBERS_OF_LAYERS = ("vace_layers",)
-# More take minutes to make, even without their weights.
-_MOST_LAYERS = 1000
 
 
 def local_device() -> torch.device:
@@ -146,11 +127,6 @@ def build_model(
     return model, shapes
 
 
-def is_same(value: Any, needed: Any) -> bool:
-    """Whether an argument of a model has this value; JSON has lists for tuples."""
-    return bool((list(value) if isinstance(value, tuple) else value) == needed)
-
-
 def _hint(argument: str, recipe: Recipe, codec: Codec) -> str:
     """Where an argument that does not fit may come from."""
     ways = [each for each in recipe.frames if not each.always]
@@ -222,46 +198,6 @@ def _named(bucket: Bucket, config: DataConfig) -> Iterator[None]:
         raise ValueError(f"data.buckets {bucket}: {error}") from error
 
 
-def inputs_of_one(
-    config: TrainConfig,
-    codec: Codec,
-    shape: LatentShape,
-    texts: Sequence[TextShape],
-    arguments: Mapping[str, Any],
-) -> Inputs:
-    """What a model is called with for one clip, of latents [C, t, h, w] of this shape, and the longest caption."""
-    texts = with_pictures(texts, picture_tokens_of(config, *(size * codec.spatial for size in shape[2:])))
-    return Inputs(
-        latents=torch.empty(1, *shape),
-        timestep=torch.empty(1, shape[1]) if config.flow.is_forced else torch.empty(1),
-        texts=[torch.empty(1, *each) for each in texts],
-        text_masks=[torch.ones(1, each.length, dtype=torch.bool) for each in texts],
-        condition=condition_of_one(config, codec, shape),
-        spatial=codec.spatial,
-        latent_frames=codec.latent_frames,
-        config=arguments,
-        sound=sound_of_one(config, codec.latent_frames.num_frames(shape[1])),
-    )
-
-
-def with_pictures(texts: Sequence[TextShape], num_states: int) -> list[TextShape]:
-    """Shapes of captions' states, the first encoder's with so many of frames that it sees."""
-    first, *others = texts
-    return [TextShape(first.length + num_states, first.width), *others]
-
-
-def sound_of_one(config: TrainConfig, num_frames: int) -> Tensor | None:
-    """Latents [1, C, L, M] of the sound of one clip of so many frames; None of a model that makes none.
-
-    No file is looked at for it: without `data.frame_rate` there are 25 frames a second.
-    """
-    taken = recipe_of(config.model).sound
-    if taken is None:
-        return None
-    seconds = num_frames / (config.data.frame_rate or 25.0)
-    return torch.empty(1, *sound_shape(config.codec, taken).latents(seconds))
-
-
 def _try_shapes(recipe: Recipe, outline: nn.Module, inputs: Inputs, source: str) -> None:
     """One pass without memory and data: what does not fit is found before there are weights."""
     try:
@@ -274,216 +210,6 @@ def _try_shapes(recipe: Recipe, outline: nn.Module, inputs: Inputs, source: str)
             f"{type(outline).__name__} with {source} cannot take clips of {sizes} latent positions "
             f"({in_one_line(error)}); change model.config, or data.num_frames, height and width"
         ) from error
-
-
-def model_class(config: ModelConfig) -> Any:
-    """The class of diffusers, or the author's.
-
-    Raises:
-        ValueError: this trainer does not know how to call it, or it cannot be imported.
-    """
-    import diffusers
-
-    name = _class_name(config)
-    return import_class(config.class_name) if is_path(config.class_name) else getattr(diffusers, name)
-
-
-def recipe_of(config: ModelConfig) -> Recipe:
-    """How the configured model is called.
-
-    Raises:
-        ValueError: this trainer does not know.
-    """
-    recipe = RECIPES[_class_name(config)]
-    if not recipe.variants:
-        return recipe
-    arguments = given_arguments(config)
-    if brings_config(config):
-        arguments = with_defaults(taker_of(model_class(config)), arguments)
-    return next((each for each in recipe.variants if each.is_for(arguments)), recipe)
-
-
-def brings_config(config: ModelConfig) -> bool:
-    """Whether the weights of a run come with the arguments of their model; an author's may be a file alone."""
-    return bool(config.path) and (
-        not is_path(config.class_name) or (Path(config.path) / "config.json").is_file()
-    )
-
-
-def _class_name(config: ModelConfig) -> str:
-    name = name_in(config.class_name)
-    if config.path and not is_path(config.class_name):
-        name = str(read_description("model.path", config.path, "a diffusers model").get("_class_name", ""))
-    choice = f"choose one of {', '.join(RECIPES)}"
-    if name in RECIPES:
-        home = RECIPES[name].home
-        if home and not is_path(config.class_name):
-            raise ValueError(
-                f"{name} is its author's class, and not one of diffusers; set model.class_name to where it is "
-                f"imported, as {home}:{name}, with the folder of its repository on PYTHONPATH"
-            )
-        if is_path(config.class_name) and not home:
-            raise ValueError(f"{name} is taken from diffusers; set model.class_name to its name alone")
-        return name
-    if name in model_names():
-        raise ValueError(
-            f"model class {name!r} has no recipe yet, which would say how this trainer is to call it; {choice}, or "
-            "call shardformer.shard in a loop of your own (docs/policies.md)"
-        )
-    raise ValueError(f"model class {name!r} cannot be trained here; {choice}")
-
-
-def model_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextShape]) -> dict[str, Any]:
-    """The arguments that the model is made with.
-
-    Raises:
-        ValueError: its class does not take one of them, or not with this value.
-    """
-    given, recipe = given_arguments(config.model), recipe_of(config.model)
-    if config.flow.causal_block_size:
-        given["num_frame_per_block"] = config.flow.causal_block_size
-    if brings_config(config.model):
-        return {**given, **recipe.forced}
-    return {**recipe.fresh, **derived_arguments(config, codec, texts), **given}
-
-
-def given_arguments(config: ModelConfig) -> dict[str, Any]:
-    """The model's arguments that the configuration names, or all of them, as its folder has them.
-
-    Raises:
-        ValueError: its class does not take one of them, or not with this value.
-    """
-    cls = model_class(config)
-    if not brings_config(config):
-        return _checked_arguments(cls, config.config)
-    # Read again: load_config would leave out of sight what is wrong with the file.
-    description = read_description("model.path", config.path, "a diffusers model")
-    if not is_path(config.class_name):
-        return {name: value for name, value in description.items() if not name.startswith("_")}
-    if config.config:
-        raise ValueError(
-            f"model.path {config.path} has a config.json; leave model.config out, or give the file of weights alone"
-        )
-    # Those of transformers say more, as which release wrote them.
-    return {name: description[name] for name in parameters_of(cls) if name in description}
-
-
-def all_arguments(config: ModelConfig) -> dict[str, Any]:
-    """The arguments that are given, and for the others those of a model that begins without weights, or its class's."""
-    fresh = {} if brings_config(config) else recipe_of(config).fresh
-    return with_defaults(taker_of(model_class(config)), {**fresh, **given_arguments(config)})
-
-
-def derived_arguments(config: TrainConfig, codec: Codec, texts: Sequence[TextShape]) -> dict[str, Any]:
-    """Arguments that follow from the encoders, and whether frames are given.
-
-    Raises:
-        ValueError: no arguments fit them.
-    """
-    recipe = recipe_of(config.model)
-    sizes = Sizes(
-        channels=codec.channels,
-        input_channels=codec.channels + _condition_channels(config, codec),
-        texts=texts,
-        spatial=codec.spatial,
-        temporal=codec.latent_frames.temporal,
-        picture_width=_picture_shape(config)[1] if config.image.is_used else None,
-        sound=None if recipe.sound is None else sound_shape(config.codec, recipe.sound),
-        arguments=all_arguments(config.model),
-    )
-    recipe.check(sizes)
-    return recipe.derive(sizes)
-
-
-def texts_of(config: TrainConfig) -> tuple[TextStates, ...]:
-    """What the run's model takes of captions; an encoder sees frames where the run gives them."""
-    recipe = recipe_of(config.model)
-    taken = recipe.text
-    if config.conditions.are_used or recipe.begins_with_a_frame:
-        return taken
-    return tuple(dataclasses.replace(each, picture="") for each in taken)
-
-
-def picture_tokens_of(config: TrainConfig, height: int, width: int) -> int:
-    """The most states that frames which are given have among those of a caption, of a clip of this size."""
-    taken = texts_of(config)[0]
-    if not taken.picture:
-        return 0
-    return len(_most_ends(config).numbers) * picture_tokens(config.text, taken, height, width)
-
-
-def _most_ends(config: TrainConfig) -> Given:
-    """Of the kinds that the run draws, the one that gives the most ends of a clip."""
-    used = [KINDS[kind] for kind, weight in config.conditions.weights.items() if weight]
-    return max(used, key=lambda given: len(given.numbers))
-
-
-def conditioning_of(config: TrainConfig, codec: Codec) -> Conditioning | None:
-    """How the model takes frames that are given; None where it takes none in this run.
-
-    A family may have several ways, and its weights, or `model.config`, one: they have the channels for it.
-    """
-    ways = [each for each in recipe_of(config.model).frames if config.conditions.are_used or each.always]
-    if config.flow.is_forced:
-        # There they have a time.
-        ways = [each for each in ways if each.place == "latents"]
-    channels = given_arguments(config.model).get("in_channels")
-    fitting = [each for each in ways if each.input_channels(codec) == channels]
-    return next(iter([*fitting, *ways]), None)
-
-
-def conditioning_of_all(configs: Sequence[TrainConfig], codec: Codec) -> Conditioning | None:
-    """That of every model of a run.
-
-    Raises:
-        ValueError: two experts take frames in different ways.
-    """
-    first, *others = [conditioning_of(config, codec) for config in configs]
-    if any(each != first for each in others):
-        channels = [given_arguments(config.model).get("in_channels") for config in configs]
-        raise ValueError(
-            f"model.path and model.path_2 take frames that are given in different ways (their in_channels are "
-            f"{' and '.join(map(str, channels))}); choose the two of one pipeline"
-        )
-    return first
-
-
-def _condition_channels(config: TrainConfig, codec: Codec) -> int:
-    """Channels of frames that are given, behind those of latents."""
-    conditioning = conditioning_of(config, codec)
-    return 0 if conditioning is None else conditioning.input_channels(codec) - codec.channels
-
-
-def pictures_of(config: TrainConfig) -> PictureStates:
-    """Which states the family takes of a first frame."""
-    return recipe_of(config.model).pictures or PictureStates()
-
-
-def _picture_shape(config: TrainConfig) -> tuple[int, int]:
-    return picture_shape(config.image, pictures_of(config))
-
-
-def condition_of_one(config: TrainConfig, codec: Codec, shape: LatentShape) -> Condition | None:
-    """Of the shapes of what the model gets of one clip, of latents [C, t, h, w] of this shape, with its first frame."""
-    conditioning = conditioning_of(config, codec)
-    if conditioning is None:
-        return None
-    # Not zeros, which some models take for no picture.
-    pictures = torch.ones(1, *_picture_shape(config)) if config.image.is_used else None
-    if conditioning.place == "branch":
-        return Condition(torch.zeros(1, conditioning.branch_channels(codec), *shape[1:]), is_apart=True)
-    if conditioning.place == "channels":
-        channels = conditioning.num_channels(codec.channels, codec.latent_frames.temporal)
-        latents = torch.zeros(1, channels, *shape[1:])
-        return Condition(latents, pictures=pictures, is_apart=conditioning.apart)
-    if conditioning.place == "rows":
-        channels, _, *sides = shape
-        return Condition(torch.zeros(1, channels, 2, *sides), ends=[_most_ends(config)])
-    given, marks = (torch.arange(shape[1]) < 1)[None], None
-    if conditioning.has_channels:
-        channels = conditioning.num_channels(codec.channels, codec.latent_frames.temporal)
-        marks = torch.zeros(1, channels, *shape[1:])
-    return Condition(torch.zeros(1, *shape), given, pictures, marks)
 
 
 def _check_memory(
@@ -522,136 +248,3 @@ def _check_memory(
                 f"{needed / 2**30:.0f} GiB on this machine, where {available / 2**30:.0f} GiB are free; set "
                 "data.batch_size (with optim.accumulation for the same step), num_frames, height or width lower"
             )
-
-
-def _checked_arguments(cls: type, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments as the types that the class asks for: JSON's and TOML's lists become tuples."""
-    checked = {}
-    hints, parameters = get_type_hints(taker_of(cls).__init__), parameters_of(cls)
-    for name, value in arguments.items():
-        if name not in parameters:
-            nearest = difflib.get_close_matches(name, parameters, n=1, cutoff=0.5)
-            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-            raise ValueError(
-                f"{cls.__name__} has no argument {name!r}; {hint}It takes {', '.join(parameters)}"
-            )
-        # Some have a default and no hint.
-        kind = hints.get(name, type(parameters[name].default))
-        checked[name] = check_argument(kind, value, f"model.config.{name}")
-        for size in value if isinstance(value, (list, tuple)) else [value]:
-            least = 0 if name in _NUMBERS_OF_LAYERS else 1
-            if isinstance(size, int) and not isinstance(size, bool) and size < least:
-                raise ValueError(f"model.config.{name} must be at least {least}; got {value!r}")
-    if arguments.get("num_layers", 1) > _MOST_LAYERS:
-        raise ValueError(
-            f"model.config.num_layers is {arguments['num_layers']:,}, and {_MOST_LAYERS:,} are the most; set it lower"
-        )
-    return checked
-
-
-def check_sizes(bucket: Bucket, codec: Codec, model: Any) -> LatentShape:
-    """The latent shape [C, t, h, w] of a clip of this size.
-
-    Raises:
-        ValueError: a clip does not fit the codec or the model's patches.
-    """
-    shape = latent_shape(codec, bucket.num_frames, bucket.height, bucket.width)
-    arguments = arguments_of(model)
-    patch_time, patch_height, patch_width = patches_of(arguments)
-    for name, unit in (("height", patch_height), ("width", patch_width)):
-        reason = f"codec ({codec.spatial}) × model patch ({unit})"
-        check_multiple(f"data.{name}", getattr(bucket, name), codec.spatial * unit, reason)
-    if shape[1] % patch_time:
-        check_multiple("the number of latent frames", shape[1], patch_time, "the model's patch in time")
-    block = causal_block_size(arguments)
-    if shape[1] % block:
-        check_multiple("the number of latent frames", shape[1], block, "the model's causal blocks")
-    return shape
-
-
-def with_references(shape: LatentShape, data: DataConfig) -> LatentShape:
-    """The latent shape [C, t, h, w] of what a model makes of a clip: before it a latent frame of each reference."""
-    channels, num_frames, height, width = shape
-    return channels, num_frames + data.latent_frames_before, height, width
-
-
-def causal_block_size(arguments: Mapping[str, Any]) -> int:
-    """Latent frames of a block that attends to itself and those before it, by the model's arguments; 1 is no block."""
-    return int(arguments.get("num_frame_per_block") or 1)
-
-
-def tokens_per_sample(shape: LatentShape, model: Any) -> int:
-    """The number of tokens that the model makes of latents [C, t, h, w] of this shape."""
-    patch_time, patch_height, patch_width = patches_of(arguments_of(model))
-    return (shape[1] // patch_time) * (shape[2] // patch_height) * (shape[3] // patch_width)
-
-
-def describe(
-    config: TrainConfig, model: nn.Module, tokens: Mapping[Bucket, int], portions: Sequence[Portion]
-) -> str:
-    """What is about to run, for a person: three lines, and one for each bucket."""
-    model_name = f"{type(model).__name__}, {_num_parameters(model) / 1e6:.2f} M parameters"
-    if config.lora.base != "whole":
-        model_name += f", whose frozen layers are kept in {config.lora.base}"
-    if config.flow.boundary:
-        model_name = f"two experts that meet at {config.flow.boundary:g}, each a {model_name}"
-    plan = config.plan
-    degrees = _settings(plan, Plan())
-    lines = [
-        f"{model_name}, on {_ranks()}",
-        f"plan: {degrees or 'one device'}",
-    ]
-    if config.validation.num_clips:
-        look = config.validation
-        lines.append(
-            f"validation: {look.num_clips} files are held out, and looked at every {look.every} steps at "
-            f"{look.num_times} times"
-        )
-    clips = [
-        f"{len(set(portion.videos))} videos in {_folders(config.data)}, clips of {portion.bucket.num_frames} × "
-        f"{portion.bucket.height} × {portion.bucket.width}, {tokens[portion.bucket]} tokens each, "
-        f"{portion.batch_size} per step"
-        for portion in portions
-    ]
-    for number, portion in enumerate(portions):
-        own = _settings(config.plans.get(portion.bucket, plan), plan)
-        clips[number] += f", with {own}" if own else ""
-    if not config.data.buckets:
-        return "\n".join([*lines, f"data: {clips[0]}"])
-    filled = {portion.bucket for portion in portions}
-    empty = [str(bucket) for bucket in config.data.sizes if bucket not in filled]
-    warnings = [f"no file falls into the buckets {', '.join(empty)}"] if empty else []
-    return "\n".join([*lines, "data, in each step one of", *(f"  {each}" for each in [*clips, *warnings])])
-
-
-def _num_parameters(model: nn.Module) -> int:
-    """How many there are; codes of 8 and 4 bits count as the weights that they stand for."""
-    own = {id(each): each.numel() for each in model.parameters()}
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and "codes" in module._parameters:
-            own |= {id(module.codes): module.in_features * module.out_features, id(module.scales): 0}
-    return sum(own.values())
-
-
-def _folders(config: DataConfig) -> str:
-    """Where the clips are, and how often those of each folder come."""
-    several = (name if times == 1 else f"{name} (× {times})" for name, times in config.folders.items())
-    return ", ".join(several) or config.folder
-
-
-def _ranks() -> str:
-    """How many ranks compute, and on what."""
-    device, num_ranks = local_device(), dist.get_world_size()
-    if device.type == "cuda":
-        return f"{num_ranks} GPU rank(s): {torch.cuda.get_device_name(device)}, NCCL"
-    return f"{num_ranks} CPU rank(s)"
-
-
-def _settings(plan: Plan, usual: Plan) -> str:
-    """The fields in which a plan differs from the usual one."""
-    differing = [
-        field.name
-        for field in dataclasses.fields(plan)
-        if getattr(plan, field.name) != getattr(usual, field.name)
-    ]
-    return ", ".join(f"{name}={getattr(plan, name)}" for name in differing)

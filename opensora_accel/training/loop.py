@@ -24,7 +24,7 @@ from opensora_accel.observe import peak_of
 from opensora_accel.parallel_states import get_data_parallel_group, init_parallel, limit_waiting
 from opensora_accel.profiler import profile, write_run_page
 from opensora_accel.regions import region
-from opensora_accel.training import build
+from opensora_accel.training import build, configured, one_clip, summary
 from opensora_accel.training.captions import TextEncoder, TextStates
 from opensora_accel.training.codec import build_codec
 from opensora_accel.training.config import ProfileOptions, TrainConfig
@@ -86,7 +86,7 @@ class Trainer:
         self.disk_cache = open_disk_cache(config.cache_folder) if config.cache_folder else None
         data_group = get_data_parallel_group()
         assert data_group is not None
-        recipe = build.recipe_of(config.model)
+        recipe = configured.recipe_of(config.model)
         self.loader = ClipLoader(
             config.data,
             seed=config.seed,
@@ -99,19 +99,19 @@ class Trainer:
         )
         self.tokenizer_json = self._tokenizer(saved)
         captions = [entry.caption for entry in self.loader.entries] + list(config.sample_captions)
-        texts = self._texts(build.texts_of(config), captions)
+        texts = self._texts(configured.texts_of(config), captions)
         codec = build_codec(config.codec, self.device, self.dtype, outline=self.disk_cache is not None)
         pictures: PictureEncoder | None = None
         if config.image.is_used:
             outline = self.disk_cache is not None
-            taken = build.pictures_of(config)
+            taken = configured.pictures_of(config)
             pictures = build_picture_encoder(
                 config.image, config.seed, self.device, self.dtype, taken, outline=outline
             )
         # The model takes no memory yet, and the text encoder is gone before it does.
         first, *others = config.experts
         shapes = [text.shape for text in texts]
-        conditioning = build.conditioning_of_all([first, *others], codec)
+        conditioning = configured.conditioning_of_all([first, *others], codec)
         model, latent_shapes = build.build_model(first, codec, shapes, self.dtype)
         encoders: list[CaptionSource] = [*texts]
         if config.text.cache:
@@ -120,10 +120,10 @@ class Trainer:
         free_unused()
         # The tokens of a clip of each size.
         self.num_tokens = {
-            bucket: build.tokens_per_sample(shape, model) for bucket, shape in latent_shapes.items()
+            bucket: one_clip.tokens_per_sample(shape, model) for bucket, shape in latent_shapes.items()
         }
         self.loader.balance(self.num_tokens)
-        self.summary = build.describe(config, model, self.num_tokens, self.loader.portions)
+        self.summary = summary.describe(config, model, self.num_tokens, self.loader.portions)
         plans = {str(bucket): plan for bucket, plan in config.plans.items()}
         model, forward = parallelize(model, config.plan, self.device, plans)
         self.objective = Objective(

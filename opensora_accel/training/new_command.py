@@ -18,7 +18,7 @@ from opensora_accel.deferred import deferred_init
 from opensora_accel.documents import read_json
 from opensora_accel.files import check_folder_of, replacing
 from opensora_accel.plan import Plan
-from opensora_accel.training import build
+from opensora_accel.training import configured
 from opensora_accel.training.classes import make
 from opensora_accel.training.codec import build_codec
 from opensora_accel.training.config import AUTO_PLAN, TrainConfig, config_from_dict, load_config
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
     config = config_from_dict(_nested(lines), str(folder))
     _check(config)
     plan: Plan | None = None
-    if given.gpus is not None and build.recipe_of(config.model).home:
+    if given.gpus is not None and configured.recipe_of(config.model).home:
         raise ValueError(
             f"--gpus and --hardware ask the planner, which follows a model without a GPU, and kernels of "
             f"{config.model.class_name} may need one; leave them out, and set the degrees of [plan] in {output}"
@@ -239,9 +239,9 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
     indices = [folder / each for each in _INDICES if (folder / each).is_file()]
     index = read_json(indices[0], dict[str, Any]) if indices else {}
     model, author = _model_in(folder), _author_of(folder)
-    recipe = build.recipe_of(model)
+    recipe = configured.recipe_of(model)
     published = dict(recipe.published)
-    arguments = build.all_arguments(model)
+    arguments = configured.all_arguments(model)
     text_folders = author.texts if author else ("text_encoder", "text_encoder_2")
     lines: list[_Line] = [
         ("output", f"runs/{folder.resolve().name}", "saved states, metrics and samples"),
@@ -391,20 +391,24 @@ def _check(config: TrainConfig) -> None:
     """
     from opensora_accel.training.planned import planned_sizes
 
-    recipe = build.recipe_of(config.model)
+    recipe = configured.recipe_of(config.model)
     for alone in config.experts:
         check_recipe(recipe, alone)
     codec = build_codec(config.codec, torch.device("meta"), torch.float32)
-    texts = text_shapes(config.text, build.texts_of(config))
-    if not build.brings_config(config.model):
+    texts = text_shapes(config.text, configured.texts_of(config))
+    if not configured.brings_config(config.model):
         # Its arguments follow from what lies beside it, and whether they are those of the weights, these say.
         with deferred_init():
-            model = make(build.model_class(config.model), build.model_arguments(config, codec, texts))
+            model = make(
+                configured.model_class(config.model), configured.model_arguments(config, codec, texts)
+            )
         load_weights(model, config.model.path)
-    arguments = build.all_arguments(config.model)
-    derived = build.derived_arguments(config, codec, texts) if build.brings_config(config.model) else {}
+    arguments = configured.all_arguments(config.model)
+    derived = (
+        configured.derived_arguments(config, codec, texts) if configured.brings_config(config.model) else {}
+    )
     for name, needed in derived.items():
-        if not build.is_same(arguments[name], needed):
+        if not configured.is_same(arguments[name], needed):
             raise ValueError(
                 f"{config.model.path} has {name} {arguments[name]}, and what lies beside it gives {needed}: they are "
                 "parts of different pipelines, or of a kind that is not trained here"

@@ -13,7 +13,7 @@ from torch import nn
 
 from opensora_accel.plan import Plan
 from opensora_accel.planner import Frozen, Job, Residents, Workload, choose
-from opensora_accel.training import build
+from opensora_accel.training import configured, one_clip
 from opensora_accel.training.classes import arguments_of
 from opensora_accel.training.codec import VideoVAE, build_codec
 from opensora_accel.training.config import TrainConfig
@@ -101,8 +101,8 @@ def planned_sizes(config: TrainConfig) -> list[PlannedSize]:
         true = TrueSize.of(dataclasses.replace(config, data=data))
         with torch.device("meta"):
             outline: Any = true.model()
-        tokens = build.tokens_per_sample(true.latents, outline)
-        heads = build.recipe_of(config.model).num_heads(arguments_of(outline))
+        tokens = one_clip.tokens_per_sample(true.latents, outline)
+        heads = configured.recipe_of(config.model).num_heads(arguments_of(outline))
         sizes.append(PlannedSize(f"{size.num_frames}x{size.height}x{size.width}", true, tokens, heads))
     return sizes
 
@@ -120,7 +120,7 @@ def frozen_parts(config: TrainConfig) -> dict[str, tuple[int, str]]:
     meta, dtype = torch.device("meta"), torch.float32
     parts: dict[str, tuple[nn.Module, str]] = {}
     if config.text.path and not config.text.cache:
-        taken = build.texts_of(config)
+        taken = configured.texts_of(config)
         for number, (option, path) in enumerate(text_paths(config.text, taken)):
             text = build_text_encoder(config.text, "", config.seed, meta, dtype, taken, number)
             kind = ("text encoder", "second text encoder")[number]
@@ -133,12 +133,12 @@ def frozen_parts(config: TrainConfig) -> dict[str, tuple[int, str]]:
     codec = build_codec(config.codec, meta, dtype)
     if isinstance(codec, VideoVAE):
         parts["vae"] = codec.model, f"codec.path {config.codec.path} in {config.codec.dtype}"
-    of_sound = build.recipe_of(config.model).sound
+    of_sound = configured.recipe_of(config.model).sound
     if config.codec.sound_path and of_sound is not None:
         sounds: Any = build_sound_codec(config.codec, of_sound, meta, dtype)
         parts["sound vae"] = sounds.model, f"codec.sound_path {config.codec.sound_path} in fp32"
     if config.image.path:
-        taken_pictures = build.pictures_of(config)
+        taken_pictures = configured.pictures_of(config)
         pictures = build_picture_encoder(config.image, config.seed, meta, dtype, taken_pictures)
         parts["image encoder"] = pictures.model, f"image.path {config.image.path} in {config.image.dtype}"
     return {

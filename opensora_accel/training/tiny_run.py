@@ -24,7 +24,7 @@ from torch import nn
 from opensora_accel.communications import gather_objects
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.plan import Plan
-from opensora_accel.training import build
+from opensora_accel.training import build, configured, one_clip
 from opensora_accel.training.captions import TextShape
 from opensora_accel.training.classes import is_path, make, parameters_of
 from opensora_accel.training.codec import LatentFrames, build_codec, latent_shape
@@ -59,7 +59,7 @@ def proof_of(config: TrainConfig, folder: Path, max_ranks: int) -> Proof:
     """
     # Two experts go the same way, one after the other: what holds for one at its times holds for the other.
     config = config.experts[0]
-    with_sound = build.recipe_of(config.model).makes_sound
+    with_sound = configured.recipe_of(config.model).makes_sound
     clips = write_clips(
         folder / "clips",
         with_sound=with_sound,
@@ -87,8 +87,8 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
     not clipped: clipping to one norm would hide a factor on all of them. VAE and text encoder are small stand-ins:
     neither is trained.
     """
-    arguments = build.given_arguments(config.model)
-    is_causal = max(config.flow.causal_block_size, build.causal_block_size(arguments)) > 1
+    arguments = configured.given_arguments(config.model)
+    is_causal = max(config.flow.causal_block_size, configured.causal_block_size(arguments)) > 1
     data = dataclasses.replace(
         config.data,
         folder=str(folder),
@@ -125,7 +125,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
     conditioning = None
     if given.are_used:
         sizes = build_codec(config.codec, torch.device("meta"), torch.float32)
-        conditioning = build.conditioning_of(config, sizes)
+        conditioning = configured.conditioning_of(config, sizes)
     return dataclasses.replace(
         config,
         output=str(folder / "run"),
@@ -140,9 +140,9 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         # As wide as LTX-2.3 attends to, whose states are projected to no other width.
         text=TextConfig(
             length=512 if config.image.is_used else 8,
-            width=36 if build.recipe_of(config.model).makes_sound else 32,
+            width=36 if configured.recipe_of(config.model).makes_sound else 32,
             # What frames it has seen is not known beforehand.
-            cache=not build.texts_of(config)[0].picture,
+            cache=not configured.texts_of(config)[0].picture,
         ),
         image=ImageConfig(width=16 if config.image.is_used else 0),
         conditions=conditions,
@@ -157,14 +157,14 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
 
 
 def _tiny_model(config: ModelConfig, conditioning: Conditioning | None, is_causal: bool) -> ModelConfig:
-    cls, recipe = build.model_class(config), build.recipe_of(config)
+    cls, recipe = configured.model_class(config), configured.recipe_of(config)
     known = parameters_of(cls)
     # Those that follow from codec and text encoder follow here from the small ones.
     texts = [TextShape(1, 1)] * len(recipe.text)
     of_sound = None if recipe.sound is None else recipe.sound.folded
-    sizes = Sizes(1, 1, texts, 1, 1, 1, of_sound, build.all_arguments(config))
+    sizes = Sizes(1, 1, texts, 1, 1, 1, of_sound, configured.all_arguments(config))
     derived = {*recipe.derive(sizes), "pos_embed_seq_len"}
-    given = build.given_arguments(config)
+    given = configured.given_arguments(config)
     arguments = {name: value for name, value in given.items() if name not in derived}
     arguments |= {name: value for name, value in recipe.tiny.items() if name in known and name not in derived}
     if conditioning is not None and "in_channels" in known and len(recipe.frames) > 1:
@@ -248,22 +248,22 @@ class TrueSize:
         # With buckets, of the one that takes the most memory.
         largest = max(config.data.sizes, key=lambda size: size.num_frames * size.height * size.width)
         latents = latent_shape(codec, largest.num_frames, largest.height, largest.width)
-        latents = build.with_references(latents, config.data)
-        texts = text_shapes(config.text, build.texts_of(config))
-        arguments = build.model_arguments(config, codec, texts)
-        condition = build.condition_of_one(config, codec, latents)
+        latents = one_clip.with_references(latents, config.data)
+        texts = text_shapes(config.text, configured.texts_of(config))
+        arguments = configured.model_arguments(config, codec, texts)
+        condition = one_clip.condition_of_one(config, codec, latents)
         batch_size = largest.batch_size or config.data.batch_size
         plan = config.plans.get(largest, config.plan)
         compression = codec.spatial, codec.latent_frames
-        sound = build.sound_of_one(config, largest.num_frames)
-        more = build.picture_tokens_of(config, largest.height, largest.width)
+        sound = one_clip.sound_of_one(config, largest.num_frames)
+        more = one_clip.picture_tokens_of(config, largest.height, largest.width)
         return cls(config, plan, arguments, latents, condition, *compression, batch_size, texts, sound, more)
 
     def model(self) -> nn.Module:
-        model: nn.Module = make(build.model_class(self.config.model), self.arguments)
+        model: nn.Module = make(configured.model_class(self.config.model), self.arguments)
         if self.config.lora.is_used:
             build.adapt(model, self.config)
-        build.recipe_of(self.config.model).prepare(model)
+        configured.recipe_of(self.config.model).prepare(model)
         return model
 
     def inputs(self, batch: int, dtype: torch.dtype = torch.float32) -> Inputs:
@@ -279,7 +279,7 @@ class TrueSize:
                 ends=None if condition.ends is None else condition.ends * batch,
             )
         sound = None if self.sound is None else torch.randn(batch, *self.sound.shape[1:], dtype=dtype)
-        texts = build.with_pictures(self.texts, self.picture_tokens)
+        texts = one_clip.with_pictures(self.texts, self.picture_tokens)
         return Inputs(
             latents=torch.randn(batch, *self.latents, dtype=dtype),
             timestep=self.times(batch),
@@ -288,7 +288,7 @@ class TrueSize:
             condition=condition,
             spatial=self.spatial,
             latent_frames=self.latent_frames,
-            config=build.all_arguments(self.config.model) | self.arguments,
+            config=configured.all_arguments(self.config.model) | self.arguments,
             sound=sound,
             num_tokens=[[each.length] * batch for each in texts],
         )
@@ -315,7 +315,7 @@ class TrueSize:
         init_parallel(run.plan, "cpu")
         model, forward = parallelize(model, run.plan, torch.device("cpu"))
         batch = batch or max(1, self.batch_size // run.data_size)
-        recipe = build.recipe_of(self.config.model)
+        recipe = configured.recipe_of(self.config.model)
         # What takes a clip a call has a backward of each.
         num_passes, batch = (batch, 1) if recipe.packs else (1, batch)
         drawn = self.inputs(batch, weight_dtype(run.plan))

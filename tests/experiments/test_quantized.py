@@ -14,7 +14,7 @@ import shardformer
 from opensora_accel import Plan, deferred_init, init_parallel, load_weights, materialize
 from opensora_accel.experiments.quantized import QuantizedLinear, quantize, quantize_frozen
 from opensora_accel.observe.fakes import fake_world
-from opensora_accel.training import build
+from opensora_accel.training import summary
 from opensora_accel.weights import Stored
 from tests.models import wan
 from tests.tiers import PROVE, some
@@ -121,7 +121,7 @@ def test_what_the_model_keeps_exact_stays_whole():
             "ffn.net.2",
         )
     }
-    assert build._num_parameters(model) == sum(parameter.numel() for parameter in wan().parameters())
+    assert summary._num_parameters(model) == sum(parameter.numel() for parameter in wan().parameters())
     assert all(
         module.weight.isfinite().all() for module in model.modules() if isinstance(module, QuantizedLinear)
     )

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from opensora_accel.training import build
+from opensora_accel.training import configured, one_clip
 from opensora_accel.training.classes import make
 from opensora_accel.training.codec import VideoVAE, latent_shape
 from opensora_accel.training.config import config_from_dict
@@ -60,14 +60,14 @@ def setting(size=(13, 32, 48), name="MMDiTModel", **changes):
     for table, value in changes.items():
         values[table] = {**values.get(table, {}), **value}
     config, texts = config_from_dict(values, "the test"), encoders(name)
-    arguments = build.model_arguments(config, codec, [text.shape for text in texts])
-    model = make(build.model_class(config.model), arguments).double().eval()
+    arguments = configured.model_arguments(config, codec, [text.shape for text in texts])
+    model = make(configured.model_class(config.model), arguments).double().eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     shape = latent_shape(codec, *size)
     (bucket,) = config.data.sizes
-    around = {bucket: shape}, {bucket: build.tokens_per_sample(shape, model)}, 24.0, CPU, torch.float64
-    recipe, conditioning = build.recipe_of(config.model), build.conditioning_of(config, codec)
+    around = {bucket: shape}, {bucket: one_clip.tokens_per_sample(shape, model)}, 24.0, CPU, torch.float64
+    recipe, conditioning = configured.recipe_of(config.model), configured.conditioning_of(config, codec)
     objective = Objective(config, recipe, codec, texts, None, conditioning, None, model, model, *around)
     return SimpleNamespace(objective=objective, model=model, vae=codec.model, bucket=bucket, shape=shape)
 

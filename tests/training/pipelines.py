@@ -17,7 +17,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video
 
 from opensora_accel.precision import LiftOperations
-from opensora_accel.training import build
+from opensora_accel.training import configured, one_clip
 from opensora_accel.training.codec import VideoVAE, latent_shape
 from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.data import Batch, Clip
@@ -360,7 +360,7 @@ class Unguarded:
 
 
 def recipe_of(name):
-    return build.recipe_of(ModelConfig(class_name=class_of(name), config=EVERY[name].config))
+    return configured.recipe_of(ModelConfig(class_name=class_of(name), config=EVERY[name].config))
 
 
 @functools.cache
@@ -465,8 +465,8 @@ def setting(name, vae=None, frame=None):
     )
     # Some tests change the types of their parts.
     texts = copy.deepcopy(encoders(name))
-    arguments = build.model_arguments(config, codec, [text.shape for text in texts])
-    model = build.model_class(config.model)(**arguments).double().eval()
+    arguments = configured.model_arguments(config, codec, [text.shape for text in texts])
+    model = configured.model_class(config.model)(**arguments).double().eval()
     for parameter in model.parameters():
         # Some begin at zero, and would hide what is wrong before them.
         torch.nn.init.normal_(parameter, std=0.1)
@@ -476,13 +476,13 @@ def setting(name, vae=None, frame=None):
     if family.audio_vae is not None:
         vocoder = family.vocoder().double()
         sounds = SpectrumVAE(family.audio_vae().double(), lambda: vocoder)
-    tokens = build.tokens_per_sample(shape, model)
+    tokens = one_clip.tokens_per_sample(shape, model)
     rate = family.given.get("frame_rate", family.given.get("fps", 25.0))
     around = ({bucket: shape}, {bucket: tokens}, rate, CPU, torch.float64)
-    conditioning = build.conditioning_of(config, codec)
+    conditioning = configured.conditioning_of(config, codec)
     pictures = None
     if config.image.is_used:
-        pictures = build_picture_encoder(config.image, 0, CPU, torch.float64, build.pictures_of(config))
+        pictures = build_picture_encoder(config.image, 0, CPU, torch.float64, configured.pictures_of(config))
     objective = Objective(config, recipe, codec, texts, pictures, conditioning, sounds, model, model, *around)
     times = recipe.sample_times(STEPS, objective.time_shift(bucket))
     parts = {"vae": codec.model, "transformer": model}

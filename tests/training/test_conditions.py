@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from opensora_accel import Plan
-from opensora_accel.training import build
+from opensora_accel.training import configured
 from opensora_accel.training.buckets import parse_buckets
 from opensora_accel.training.codec import LatentFrames, SpaceToDepth, VideoVAE
 from opensora_accel.training.conditions import (
@@ -273,9 +273,9 @@ def test_frames_are_given_in_other_ways(ranks, folder, tmp_path, name, degrees):
         config = tiny_config(folder, tmp_path / str(number), plan, **changes)
         found.append(ranks(plan.world_size, curve, config, 2)[0])
         # The proof of a run takes frames as the run does.
-        way = build.conditioning_of(config, SpaceToDepth(4, torch.float32))
+        way = configured.conditioning_of(config, SpaceToDepth(4, torch.float32))
         assert way == RECIPES[class_of(name)].frames[-1]
-        assert build.conditioning_of(tiny_proof(config, tmp_path), SpaceToDepth(4, torch.float32)) == way
+        assert configured.conditioning_of(tiny_proof(config, tmp_path), SpaceToDepth(4, torch.float32)) == way
     assert_one_run(*found)
 
 
@@ -332,9 +332,9 @@ def test_two_experts_take_frames_in_one_way():
     for given in folders:
         values = {"model": {"config": given}, "conditions": {"i2v_head": 1.0}}
         configs.append(config_from_dict(values, "the test"))
-    assert build.conditioning_of_all(configs[:1] * 2, codec).place == "channels"
+    assert configured.conditioning_of_all(configs[:1] * 2, codec).place == "channels"
     with pytest.raises(ValueError, match=r"in different ways \(their in_channels are 97 and 48\)"):
-        build.conditioning_of_all(configs, codec)
+        configured.conditioning_of_all(configs, codec)
 
 
 @pytest.mark.parametrize("takes_frames", [True, False])

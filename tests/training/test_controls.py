@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from opensora_accel import Plan
-from opensora_accel.training import build
+from opensora_accel.training import configured
 from opensora_accel.training.beside import with_controls
 from opensora_accel.training.conditions import KINDS
 from opensora_accel.training.disk_cache import entries
@@ -213,7 +213,7 @@ def test_a_proof_and_a_plan_have_controls_and_masks(folder, tmp_path):
     small = tiny_proof(config, write_clips(tmp_path / "clips"))
     videos, set_aside = looked_at(small.data)
     assert small.data.masks and not set_aside and all(video.control for video in videos)
-    assert build.recipe_of(small.model).follows_controls
+    assert configured.recipe_of(small.model).follows_controls
     (size,) = planned_sizes(config)
     assert size.true.condition.is_apart and size.true.inputs(2).apart.shape == (2, 2 * 48 + 16, 5, 6, 10)
     assert proof_of(config, tmp_path / "proof", 2).step is not None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opensora_accel import Plan
-from opensora_accel.training import build
+from opensora_accel.training import configured
 from opensora_accel.training.codec import build_codec
 from opensora_accel.training.conditions import KINDS, Given, middle_mask, pixel_noise
 from opensora_accel.training.data import Clip
@@ -186,7 +186,7 @@ def test_a_proof_and_a_plan_have_given_frames(clips, tmp_path):
     small = tiny_proof(config, clips)
     assert small.conditions.i2v_loop == 1
     codec = build_codec(small.codec, torch.device("meta"), torch.float32)
-    arguments = build.model_arguments(small, codec, text_shapes(small.text, build.texts_of(small)))
+    arguments = configured.model_arguments(small, codec, text_shapes(small.text, configured.texts_of(small)))
     assert arguments["in_channels"] == 48 + 1 + 48
     (size,) = planned_sizes(config)
     assert size.true.inputs(2).apart.shape == (2, 1 + 48, 5, 6, 10)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from opensora_accel import Plan
-from opensora_accel.training import build
+from opensora_accel.training import configured
 from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.sections import LoraConfig
@@ -102,7 +102,7 @@ def adapted(config):
 
     with trainer.state.ema.applied():
         of_run = velocity()
-    recipe, cls = build.recipe_of(config.model), build.model_class(config.model)
+    recipe, cls = configured.recipe_of(config.model), configured.model_class(config.model)
     model = objective.model = objective.forward = cls.from_pretrained(config.model.path)
     without = velocity()
     pipeline_class = getattr(diffusers, recipe.pipeline)
@@ -131,8 +131,8 @@ def adapted(config):
 def test_a_pipeline_loads_the_adapter_and_answers_as_the_run(ranks, clips, tmp_path, name):
     fresh = config_of(name, clips, tmp_path / "run")
     torch.manual_seed(0)
-    cls, texts = build.model_class(fresh.model), text_shapes(fresh.text, FAMILIES[name].text)
-    base = cls(**build.model_arguments(fresh, SpaceToDepth(4, torch.float32), texts))
+    cls, texts = configured.model_class(fresh.model), text_shapes(fresh.text, FAMILIES[name].text)
+    base = cls(**configured.model_arguments(fresh, SpaceToDepth(4, torch.float32), texts))
     for parameter in base.parameters():
         # Some begin at zero, and would hide an adapter behind them.
         torch.nn.init.normal_(parameter, std=0.1)

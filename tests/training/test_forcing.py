@@ -12,7 +12,7 @@ from PIL import Image
 
 from opensora_accel import Plan, init_parallel
 from opensora_accel.observe.fakes import fake_world
-from opensora_accel.training import build
+from opensora_accel.training import build, configured
 from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.data import Clip
@@ -290,7 +290,7 @@ def test_what_does_not_fit_times_of_frames_is_refused():
         with pytest.raises(ValueError, match=r"set flow\.diffusion_forcing, or choose weights"):
             check_conditioning(recipe, recipe.frames[1], run)
         run = config_of(conditions={"i2v_head": 1.0}, flow=flow)
-        assert build.conditioning_of(run, codec) == recipe.frames[1]
+        assert configured.conditioning_of(run, codec) == recipe.frames[1]
         check_conditioning(recipe, recipe.frames[1], run)
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from opensora_accel import Plan
-from opensora_accel.training import build, stored
+from opensora_accel.training import configured, stored
 from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.data import Clip
@@ -219,8 +219,8 @@ def test_a_run_is_one_on_any_mesh(ranks, clips, tmp_path, kind, degrees):
         found.append(ranks(plan.world_size, curve, config, 3)[0])
         # The proof of a run takes frames as the run does.
         (way,), codec = KINDS[kind].frames, SpaceToDepth(4, torch.float32)
-        assert build.conditioning_of(config, codec) == way
-        assert build.conditioning_of(tiny_proof(config, tmp_path), codec) == way
+        assert configured.conditioning_of(config, codec) == way
+        assert configured.conditioning_of(tiny_proof(config, tmp_path), codec) == way
     assert_one_run(*found)
     assert all(gradient.abs().sum() > 0 for gradient in found[0][2].values())
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from opensora_accel import Plan
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER
 from opensora_accel.precision import LiftOperations
-from opensora_accel.training import build
+from opensora_accel.training import summary
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.tiny_run import write_clips
 from tests.fsdp.autocast import CastByAutocast
@@ -641,9 +641,9 @@ def test_the_choice_of_offload_and_its_reason_are_kept(ranks, folder, tmp_path):
 
 
 def test_what_computes_is_told(monkeypatch):
-    monkeypatch.setattr(build.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(build, "local_device", lambda: torch.device("cpu"))
-    assert build._ranks() == "2 CPU rank(s)"
-    monkeypatch.setattr(build, "local_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(summary.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(summary, "local_device", lambda: torch.device("cpu"))
+    assert summary._ranks() == "2 CPU rank(s)"
+    monkeypatch.setattr(summary, "local_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    assert build._ranks() == "2 GPU rank(s): NVIDIA H100 80GB HBM3, NCCL"
+    assert summary._ranks() == "2 GPU rank(s): NVIDIA H100 80GB HBM3, NCCL"

@@ -13,7 +13,7 @@ from diffusers.modular_pipelines.minimax_h3 import before_denoise
 from PIL import Image
 
 from opensora_accel import Plan
-from opensora_accel.training import build, new_command
+from opensora_accel.training import configured, new_command, one_clip
 from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.captions import VISION_TOKENS, TextEncoder
 from opensora_accel.training.codec import LatentFrames, VideoVAE, build_codec, latent_shape
@@ -45,7 +45,7 @@ NAME = "MiniMaxH3Transformer3DModel"
 RECIPE = RECIPES[NAME]
 CAPTIONS = ["a rabbit looks up at the sky", "two birds"]
 # Of a run that gives no frames.
-READS = build.texts_of(config_from_dict({"model": {"class_name": NAME}}, "the test"))
+READS = configured.texts_of(config_from_dict({"model": {"class_name": NAME}}, "the test"))
 STEPS = 4
 # Of 22 frames: 7 latent frames, and 37 positions of sound.
 SIZE = (22, 32, 48)
@@ -119,12 +119,12 @@ def setting(parts, reader, **changes):
     codec, sounds = VideoVAE(parts.vae), WaveVAE(parts.audio_vae)
     arguments = RECIPE.tiny | {"in_channels": 4, "audio_in_channels": 4, "text_dim": 32}
     torch.manual_seed(0)
-    model = build.model_class(config.model)(**arguments).double().eval()
+    model = configured.model_class(config.model)(**arguments).double().eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     shape, (bucket,) = latent_shape(codec, *SIZE), config.data.sizes
-    around = {bucket: shape}, {bucket: build.tokens_per_sample(shape, model)}, 24.0, CPU, torch.float64
-    conditioning = build.conditioning_of(config, codec)
+    around = {bucket: shape}, {bucket: one_clip.tokens_per_sample(shape, model)}, 24.0, CPU, torch.float64
+    conditioning = configured.conditioning_of(config, codec)
     objective = Objective(config, RECIPE, codec, [reader], None, conditioning, sounds, model, model, *around)
     times = RECIPE.sample_times(STEPS, 12.0)
     pipeline = MiniMaxH3Blocks().init_pipeline()

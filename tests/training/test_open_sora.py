@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from opensora_accel import Plan
-from opensora_accel.training import build, new_command
+from opensora_accel.training import configured, new_command
 from opensora_accel.training.classes import arguments_of, import_class, make, parameters_of
 from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.conditions import KINDS, Given
@@ -249,7 +249,7 @@ def adapted(config):
 def test_an_adapter_is_loaded_by_peft_and_by_another_run(ranks, clips, tmp_path, name):
     config, recipe = run_config(clips, tmp_path / "run", name=name), RECIPES[name]
     texts = text_shapes(config.text, recipe.text)
-    arguments = build.model_arguments(config, SpaceToDepth(4, torch.float32), texts)
+    arguments = configured.model_arguments(config, SpaceToDepth(4, torch.float32), texts)
     base = randomize(author(arguments, name))
     save_file(base.state_dict(), tmp_path / "base.safetensors")
     path = str(tmp_path / "base.safetensors")
@@ -302,7 +302,7 @@ def test_captions_are_left_out_by_the_run_whatever_lies_beside_weights(clips, tm
     model = {"class_name": CLASSES["STDiT3"], "path": str(tmp_path)}
     config = run_config(clips, tmp_path / "run", model=model)
     texts = text_shapes(config.text, RECIPES["STDiT3"].text)
-    arguments = build.model_arguments(config, SpaceToDepth(4, torch.float32), texts)
+    arguments = configured.model_arguments(config, SpaceToDepth(4, torch.float32), texts)
     assert arguments == {**published, "class_dropout_prob": 0.0, "enable_sequence_parallelism": False}
 
 
@@ -371,7 +371,7 @@ def test_what_cannot_be_trained_is_refused(ranks, clips, tmp_path, changes, mess
 def test_weights_that_do_not_fit_are_refused(ranks, clips, tmp_path):
     config = run_config(clips, tmp_path / "run")
     texts = text_shapes(config.text, RECIPES["MMDiTModel"].text)
-    arguments = build.model_arguments(config, SpaceToDepth(4, torch.float32), texts)
+    arguments = configured.model_arguments(config, SpaceToDepth(4, torch.float32), texts)
     state = MMDiTModel(MMDiTConfig(**arguments)).state_dict()
     (tmp_path / "weights").mkdir()
     file = tmp_path / "weights" / "Open_Sora_v2.safetensors"
