@@ -30,9 +30,9 @@ from torch import Tensor
 
 from opensora_accel.communications import gather_objects
 from opensora_accel.training.captions import TextEncoder
+from opensora_accel.training.clips import Clip
 from opensora_accel.training.codec import Codec
 from opensora_accel.training.conditions import Conditioning, Given
-from opensora_accel.training.data import Clip
 from opensora_accel.training.pictures import PictureEncoder
 from opensora_accel.training.stored import Stored
 

@@ -33,6 +33,7 @@ from opensora_accel.training.adapters import without_adapters
 from opensora_accel.training.beside import latent_shares
 from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.classes import arguments_of
+from opensora_accel.training.clips import Batch, Clip
 from opensora_accel.training.codec import Codec, LatentShape, build_codec
 from opensora_accel.training.conditions import (
     KINDS,
@@ -45,7 +46,6 @@ from opensora_accel.training.conditions import (
     pixel_noise,
 )
 from opensora_accel.training.config import TrainConfig
-from opensora_accel.training.data import Batch, Clip
 from opensora_accel.training.disk_cache import DiskCache
 from opensora_accel.training.flow import (
     TIMESTEPS,

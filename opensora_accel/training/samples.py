@@ -23,9 +23,9 @@ from torch import Tensor
 from opensora_accel.files import replacing
 from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.classes import arguments_of
+from opensora_accel.training.clips import Clip, clip_of, read_references
 from opensora_accel.training.conditions import Condition, weights_of
 from opensora_accel.training.configured import causal_block_size
-from opensora_accel.training.data import Clip, clip_of, read_references
 from opensora_accel.training.flow import draw_noise, generator, sample, staggered
 from opensora_accel.training.objective import Objective
 from opensora_accel.training.sections import DataConfig

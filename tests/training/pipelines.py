@@ -18,9 +18,9 @@ from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video
 
 from opensora_accel.precision import LiftOperations
 from opensora_accel.training import configured, one_clip
+from opensora_accel.training.clips import Batch, Clip
 from opensora_accel.training.codec import VideoVAE, latent_shape
 from opensora_accel.training.config import config_from_dict
-from opensora_accel.training.data import Batch, Clip
 from opensora_accel.training.objective import Objective
 from opensora_accel.training.pictures import build_picture_encoder
 from opensora_accel.training.recipes import Inputs

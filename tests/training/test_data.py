@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from opensora_accel.training.buckets import Bucket
+from opensora_accel.training.clips import VideoFolder
 from opensora_accel.training.config import config_from_dict
-from opensora_accel.training.data import ClipLoader, VideoFolder, index_videos
+from opensora_accel.training.data import ClipLoader, index_videos
 from opensora_accel.training.entries import read_entries
 from opensora_accel.training.sampler import GlobalBatchSampler, Portion
 from opensora_accel.training.samples import write_video

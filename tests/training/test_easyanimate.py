@@ -7,9 +7,9 @@ import torch
 
 from opensora_accel import Plan
 from opensora_accel.training import configured
+from opensora_accel.training.clips import Clip
 from opensora_accel.training.codec import build_codec
 from opensora_accel.training.conditions import KINDS, Given, middle_mask, pixel_noise
-from opensora_accel.training.data import Clip
 from opensora_accel.training.planned import planned_sizes
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.samples import sample_latents

@@ -13,9 +13,9 @@ from PIL import Image
 from opensora_accel import Plan, init_parallel
 from opensora_accel.observe.fakes import fake_world
 from opensora_accel.training import build, configured
+from opensora_accel.training.clips import Clip
 from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.config import config_from_dict
-from opensora_accel.training.data import Clip
 from opensora_accel.training.flow import Stream, draw_noise, draw_times, flow_loss, loss_weights, staggered
 from opensora_accel.training.recipes import RECIPES, check_conditioning, check_recipe
 from opensora_accel.training.recipes.base import even_times

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from opensora_accel import Plan
 from opensora_accel.training import codec, stored, text_encoders
+from opensora_accel.training.clips import Clip, VideoFolder
 from opensora_accel.training.codec import build_codec
 from opensora_accel.training.conditions import KINDS, Conditioning
 from opensora_accel.training.config import TrainConfig, config_from_dict
-from opensora_accel.training.data import Clip, VideoFolder
 from opensora_accel.training.disk_cache import DiskCache, entries
 from opensora_accel.training.kept import CachedLatents, KeptPictures, StoredCaptions
 from opensora_accel.training.pictures import build_picture_encoder
@@ -266,6 +266,7 @@ CARRIERS = {
     "opensora_accel.weights",
     "opensora_accel.wrapping",
     "opensora_accel.training.config",
+    "opensora_accel.training.clips",
     "opensora_accel.training.data",
     "opensora_accel.training.disk_cache",
     "opensora_accel.training.flow",
@@ -333,19 +334,19 @@ def test_code_and_versions_are_in_the_keys(materials, tmp_path, monkeypatch):
 
 
 def test_a_video_that_changes_while_it_is_read_is_not_stored(materials, tmp_path, monkeypatch):
-    from opensora_accel.training import data
+    from opensora_accel.training import clips
 
     world = World(materials, tmp_path)
     chosen = {name: values[0] for name, values in CHOICES.items()}
     path, config = world.write(chosen), world.config(chosen)
-    read = data.read_timed_clip
+    read = clips.read_timed_clip
 
     def read_and_change(*arguments, **options):
         frames = read(*arguments, **options)
         rewrite_in_place(path, world.videos[1])
         return frames
 
-    monkeypatch.setattr(data, "read_timed_clip", read_and_change)
+    monkeypatch.setattr(clips, "read_timed_clip", read_and_change)
     folder = VideoFolder(
         [Video(path.name, "", probe(path), config.data.sizes[0])], config.data, seed=0, digests=True
     )

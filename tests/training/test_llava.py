@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from opensora_accel import Plan
 from opensora_accel.training import configured, stored
+from opensora_accel.training.clips import Clip
 from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.config import config_from_dict
-from opensora_accel.training.data import Clip
 from opensora_accel.training.kept import StoredCaptions
 from opensora_accel.training.llava import picture_states
 from opensora_accel.training.planned import frozen_parts, planned_sizes

@@ -16,10 +16,10 @@ from opensora_accel import Plan
 from opensora_accel.training import configured, new_command, one_clip
 from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.captions import VISION_TOKENS, TextEncoder
+from opensora_accel.training.clips import Clip
 from opensora_accel.training.codec import LatentFrames, VideoVAE, build_codec, latent_shape
 from opensora_accel.training.conditions import KINDS, Condition, check_conditions
 from opensora_accel.training.config import config_from_dict, load_config
-from opensora_accel.training.data import Clip
 from opensora_accel.training.flow import draw_noise, shifted
 from opensora_accel.training.kept import StoredCaptions
 from opensora_accel.training.objective import Encoded, Objective

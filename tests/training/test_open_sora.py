@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from opensora_accel import Plan
 from opensora_accel.training import configured, new_command
 from opensora_accel.training.classes import arguments_of, import_class, make, parameters_of
+from opensora_accel.training.clips import Batch, Clip
 from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.conditions import KINDS, Given
 from opensora_accel.training.config import load_config
-from opensora_accel.training.data import Batch, Clip
 from opensora_accel.training.flow import draw_noise, draw_times, drop_captions
 from opensora_accel.training.loop import Trainer
 from opensora_accel.training.recipes import RECIPES

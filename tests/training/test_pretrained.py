@@ -12,8 +12,8 @@ import torch
 from opensora_accel import Plan
 from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.captions import TextEncoder
+from opensora_accel.training.clips import Clip
 from opensora_accel.training.codec import SpaceToDepth, build_codec
-from opensora_accel.training.data import Clip
 from opensora_accel.training.kept import CachedLatents, EmbeddedCaptions
 from opensora_accel.training.sections import CodecConfig, TextConfig
 from opensora_accel.training.text_encoders import build_text_encoder, train_tokenizer

@@ -19,9 +19,9 @@ from PIL import Image
 from opensora_accel.precision import LiftOperations
 from opensora_accel.training.captions import TextShape
 from opensora_accel.training.classes import import_class, parameters_of
+from opensora_accel.training.clips import Clip
 from opensora_accel.training.codec import VideoVAE, latent_shape
 from opensora_accel.training.conditions import KINDS, Given
-from opensora_accel.training.data import Clip
 from opensora_accel.training.flow import draw_noise, draw_times
 from opensora_accel.training.objective import Encoded
 from opensora_accel.training.recipes import RECIPES, Sizes

@@ -10,9 +10,9 @@ from PIL import Image
 
 from opensora_accel import Plan
 from opensora_accel.training.beside import with_references
+from opensora_accel.training.clips import Clip
 from opensora_accel.training.conditions import KINDS
 from opensora_accel.training.config import config_from_dict
-from opensora_accel.training.data import Clip
 from opensora_accel.training.disk_cache import entries
 from opensora_accel.training.entries import entries_of
 from opensora_accel.training.planned import planned_sizes

@@ -14,8 +14,8 @@ from PIL import Image
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
 from opensora_accel import Plan
-from opensora_accel.training import data
-from opensora_accel.training.data import ClipLoader, VideoFolder
+from opensora_accel.training.clips import VideoFolder
+from opensora_accel.training.data import ClipLoader
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.samples import write_video
 from opensora_accel.training.sections import CodecConfig, DataConfig
@@ -299,14 +299,13 @@ def test_a_clip_in_which_the_picture_stands_still_is_learned_without_sound(tmp_p
 
 def test_damaged_sound_sets_a_file_aside(tmp_path, monkeypatch):
     folder = write_clips(tmp_path / "clips", with_sound=True)
-    hear = data.read_sound
 
     def damaged(path, *arguments, **options):
         if path.name == "2.mp4":
             raise UnreadableVideo(f"{path}: its sound is damaged")
-        return hear(path, *arguments, **options)
+        return read_sound(path, *arguments, **options)
 
-    monkeypatch.setattr(data, "read_sound", damaged)
+    monkeypatch.setattr("opensora_accel.training.clips.read_sound", damaged)
     batches = loader(folder)
     assert "2.mp4" not in next(batches).files and "its sound is damaged" in batches.quarantined["2.mp4"]
     config = DataConfig(folder=str(folder), num_frames=5, height=24, width=40)
