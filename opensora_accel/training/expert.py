@@ -28,7 +28,8 @@ from opensora_accel.communications import gather_objects
 from opensora_accel.fsdp import forget_rounding, set_last_microbatch
 from opensora_accel.profiler import explain_out_of_memory
 from opensora_accel.training.config import TrainConfig
-from opensora_accel.training.objective import Encoded, Objective
+from opensora_accel.training.encoding import Encoded
+from opensora_accel.training.objective import Objective
 from opensora_accel.training.optim import (
     EMA,
     FreeAverage,

@@ -26,13 +26,15 @@ from opensora_accel.profiler import profile, write_run_page
 from opensora_accel.regions import region
 from opensora_accel.training import build, configured, one_clip, summary
 from opensora_accel.training.captions import TextEncoder, TextStates
+from opensora_accel.training.classes import arguments_of
 from opensora_accel.training.codec import build_codec
 from opensora_accel.training.config import ProfileOptions, TrainConfig
 from opensora_accel.training.data import ClipLoader
+from opensora_accel.training.encoding import Encoded, Encoders
 from opensora_accel.training.expert import Expert
 from opensora_accel.training.kept import CaptionSource, EmbeddedCaptions, StoredCaptions, free_unused
 from opensora_accel.training.metrics import OffloadLog, Tracker, check_trackers, show_cache
-from opensora_accel.training.objective import Encoded, Objective
+from opensora_accel.training.objective import Objective
 from opensora_accel.training.optim import check_schedule_free, set_numbers
 from opensora_accel.training.output import COMFYUI, CONFIG, LORAS, PROFILE, SAMPLES, write_text
 from opensora_accel.training.pictures import PictureEncoder, build_picture_encoder
@@ -113,9 +115,9 @@ class Trainer:
         shapes = [text.shape for text in texts]
         conditioning = configured.conditioning_of_all([first, *others], codec)
         model, latent_shapes = build.build_model(first, codec, shapes, self.dtype)
-        encoders: list[CaptionSource] = [*texts]
+        readers: list[CaptionSource] = [*texts]
         if config.text.cache:
-            encoders = [EmbeddedCaptions(text, captions, self.device) for text in texts]
+            readers = [EmbeddedCaptions(text, captions, self.device) for text in texts]
         del texts
         free_unused()
         # The tokens of a clip of each size.
@@ -126,22 +128,20 @@ class Trainer:
         self.summary = summary.describe(config, model, self.num_tokens, self.loader.portions)
         plans = {str(bucket): plan for bucket, plan in config.plans.items()}
         model, forward = parallelize(model, config.plan, self.device, plans)
-        self.objective = Objective(
+        encoders = Encoders(
             first,
             recipe,
             codec,
-            encoders,
             pictures,
             conditioning,
             build_sound_codec(config.codec, recipe.sound, self.device, self.dtype) if recipe.sound else None,
-            model,
-            forward,
+            arguments_of(model),
             latent_shapes,
-            self.num_tokens,
             self.loader.frame_rate,
             self.device,
             self.dtype,
         )
+        self.objective = Objective(first, recipe, encoders, readers, model, forward, self.num_tokens)
         self.saver = Saver(self.device)
         names = ("",) if not others else ("high-noise", "low-noise")
         self.experts = [Expert(names[0], first, self.objective, self.saver)]
@@ -162,7 +162,7 @@ class Trainer:
         if config.codec.cache or config.image.cache or self.disk_cache is not None:
             batches = (config.steps - self.state.step) * config.optim.accumulation
             clips = self.loader.next_clips(batches) | self.loader.held_out_clips()
-            self.objective.keep(clips, self.disk_cache)
+            self.objective.encoders.keep(clips, self.disk_cache)
         self.offload = OffloadLog(self.output, config.memory_target_gib)
         for expert in self.experts:
             expert.start_watching()
@@ -369,7 +369,7 @@ class Trainer:
                 of_all_ranks = len(batch.files) * self.config.plan.data
                 num_tokens += of_all_ranks * self.num_tokens[batch.bucket]
                 num_clips[str(batch.bucket)] += of_all_ranks
-                encoded = self.objective.encode(batch)
+                encoded = self.objective.encoders.encode(batch)
                 if others:
                     kept.append(encoded)
                 first.backward(encoded, is_last=micro == accumulation - 1)

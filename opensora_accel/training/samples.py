@@ -97,7 +97,7 @@ def sample_clips(
     samples: dict[int, SampledClip] = {}
     for bucket in dict.fromkeys(video.bucket for video in videos):
         numbers = [number for number, video in enumerate(videos) if video.bucket == bucket]
-        weights = weights_of(config.conditions, bucket.num_frames, objective.codec.latent_frames)
+        weights = weights_of(config.conditions, bucket.num_frames, objective.encoders.codec.latent_frames)
         kind = max(weights, key=weights.__getitem__)
         clips = [clip_of(videos[number], _middle(videos[number], config.data)) for number in numbers]
         shown = torch.stack([sources[number] for number in numbers]) if sources else None
@@ -107,14 +107,14 @@ def sample_clips(
         for number, (clip, sound) in zip(numbers, sampled, strict=True):
             source = sources[number] if sources else None
             # Sound is made for the frame rate that the model is told.
-            rate = rates[number] if sound is None else objective.frame_rate
+            rate = rates[number] if sound is None else objective.encoders.frame_rate
             of_video = rate, sound, kind, controls[number], references[number]
             samples[number] = SampledClip(captions[number], clip, source, *of_video)
     captions = dict(enumerate(others, start=len(videos)))
     if captions:
         bucket = max(objective.num_tokens, key=objective.num_tokens.__getitem__)
         for number, (clip, sound) in zip(captions, _sample(objective, captions, bucket), strict=True):
-            rate = (rates[0] if rates else _FPS) if sound is None else objective.frame_rate
+            rate = (rates[0] if rates else _FPS) if sound is None else objective.encoders.frame_rate
             samples[number] = SampledClip(captions[number], clip, None, rate, sound)
     return [samples[number] for number in sorted(samples)]
 
@@ -137,17 +137,18 @@ def _sample(
         controls: frames [T, H, W, 3] of the controls of those clips that have one.
         references: those [N, H, W, 3] of each clip, of a run that has references; a caption alone has none.
     """
-    channels, num_frames, *sides = objective.latent_shapes[bucket]
+    encoders = objective.encoders
+    channels, num_frames, *sides = encoders.latent_shapes[bucket]
     before, pictures = objective.config.data.latent_frames_before, None
     shown = [each for each in references if each is not None]
     if shown:
-        pictures = objective.encode_references(torch.stack(shown), clips)
+        pictures = encoders.encode_references(torch.stack(shown), clips)
     else:
         num_frames, before = num_frames - before, 0
     # From the caption's number and the seed: the same noise at every step of the training, to see it learn.
     noise = _noise(objective, (channels, num_frames, *sides), "sample", captions)
     condition = None
-    if objective.conditioning is not None and objective.conditioning.is_needed([kind]):
+    if encoders.conditioning is not None and encoders.conditioning.is_needed([kind]):
         if frames is None:
             size = bucket.num_frames, bucket.height, bucket.width
             frames = torch.zeros(len(captions), *size, 3, dtype=torch.uint8)
@@ -157,18 +158,18 @@ def _sample(
             blank = torch.zeros_like(frames[0])
             followed = torch.stack([blank if each is None else each.to(blank) for each in controls])
         kinds, numbers = [kind] * len(captions), [*captions]
-        condition, _ = objective.encode_condition(
+        condition, _ = encoders.encode_condition(
             kinds, frames, noise, clips, numbers, followed, pictures, in_sample=True
         )
-    streams, of_sound = [noise], objective.sound_latents(bucket)
+    streams, of_sound = [noise], encoders.sound_latents(bucket)
     if of_sound is not None:
         streams.append(_noise(objective, of_sound, "sound of a sample", captions))
     latents = sample_latents(objective, streams, list(captions.values()), bucket, condition)
     # What was made in the place of references is left out.
-    made = objective.codec.decode(latents[0][:, :, before:])
-    if objective.sounds is None:
+    made = encoders.codec.decode(latents[0][:, :, before:])
+    if encoders.sounds is None:
         return [(clip, None) for clip in made]
-    samples, rate = objective.sounds.decode(latents[1])
+    samples, rate = encoders.sounds.decode(latents[1])
     return [(clip, (each, rate)) for clip, each in zip(made, samples, strict=True)]
 
 

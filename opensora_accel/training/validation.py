@@ -47,7 +47,7 @@ def validation_losses(objective: Objective, loader: ClipLoader, times: Sequence[
     """
     sums = torch.zeros(len(times) + 1, dtype=torch.float64, device=objective.device)
     for batch, counts in loader.held_out_batches():
-        encoded = objective.encode(batch)
+        encoded = objective.encoders.encode(batch)
         found = torch.stack([objective.loss_at(encoded, time).double() for time in times])
         # A file that cannot be read is shown as black: nothing of it is added, and nothing that is not finite.
         if counts:

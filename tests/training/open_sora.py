@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import torch
 
 from opensora_accel.training import configured, one_clip
-from opensora_accel.training.classes import make
+from opensora_accel.training.classes import arguments_of, make
 from opensora_accel.training.codec import VideoVAE, latent_shape
 from opensora_accel.training.config import config_from_dict
+from opensora_accel.training.encoding import Encoders
 from opensora_accel.training.objective import Objective
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.text_encoders import build_text_encoder, train_tokenizer
@@ -66,9 +67,11 @@ def setting(size=(13, 32, 48), name="MMDiTModel", **changes):
         torch.nn.init.normal_(parameter, std=0.1)
     shape = latent_shape(codec, *size)
     (bucket,) = config.data.sizes
-    around = {bucket: shape}, {bucket: one_clip.tokens_per_sample(shape, model)}, 24.0, CPU, torch.float64
+    around = arguments_of(model), {bucket: shape}, 24.0, CPU, torch.float64
     recipe, conditioning = configured.recipe_of(config.model), configured.conditioning_of(config, codec)
-    objective = Objective(config, recipe, codec, texts, None, conditioning, None, model, model, *around)
+    of_clips = Encoders(config, recipe, codec, None, conditioning, None, *around)
+    tokens = {bucket: one_clip.tokens_per_sample(shape, model)}
+    objective = Objective(config, recipe, of_clips, texts, model, model, tokens)
     return SimpleNamespace(objective=objective, model=model, vae=codec.model, bucket=bucket, shape=shape)
 
 
@@ -203,7 +206,7 @@ def text_of_1_2(made, prompts):
 
 def sizes_of(made, count):
     """What it is told of clips: frames a second, and pixels; an image has 120."""
-    fps = made.objective.frame_rate if made.bucket.num_frames > 1 else 120.0
+    fps = made.objective.encoders.frame_rate if made.bucket.num_frames > 1 else 120.0
     numbers = {"fps": fps, "height": made.bucket.height, "width": made.bucket.width}
     return {
         name: torch.full((count,), float(number), dtype=torch.float64) for name, number in numbers.items()

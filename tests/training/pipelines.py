@@ -18,9 +18,11 @@ from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video
 
 from opensora_accel.precision import LiftOperations
 from opensora_accel.training import configured, one_clip
+from opensora_accel.training.classes import arguments_of
 from opensora_accel.training.clips import Batch, Clip
 from opensora_accel.training.codec import VideoVAE, latent_shape
 from opensora_accel.training.config import config_from_dict
+from opensora_accel.training.encoding import Encoders
 from opensora_accel.training.objective import Objective
 from opensora_accel.training.pictures import build_picture_encoder
 from opensora_accel.training.recipes import Inputs
@@ -478,12 +480,13 @@ def setting(name, vae=None, frame=None):
         sounds = SpectrumVAE(family.audio_vae().double(), lambda: vocoder)
     tokens = one_clip.tokens_per_sample(shape, model)
     rate = family.given.get("frame_rate", family.given.get("fps", 25.0))
-    around = ({bucket: shape}, {bucket: tokens}, rate, CPU, torch.float64)
     conditioning = configured.conditioning_of(config, codec)
     pictures = None
     if config.image.is_used:
         pictures = build_picture_encoder(config.image, 0, CPU, torch.float64, configured.pictures_of(config))
-    objective = Objective(config, recipe, codec, texts, pictures, conditioning, sounds, model, model, *around)
+    around = arguments_of(model), {bucket: shape}, rate, CPU, torch.float64
+    of_clips = Encoders(config, recipe, codec, pictures, conditioning, sounds, *around)
+    objective = Objective(config, recipe, of_clips, texts, model, model, {bucket: tokens})
     times = recipe.sample_times(STEPS, objective.time_shift(bucket))
     parts = {"vae": codec.model, "transformer": model}
     if sounds is not None:
@@ -579,7 +582,7 @@ def by_pipeline(made, noise, output_type, captions=CAPTIONS, *, whole=False, **g
 def moved(made, device):
     """The same, whose model, encoders and decoders lie there."""
     made.pipeline.to(device)
-    made.objective.device = torch.device(device)
+    made.objective.device = made.objective.encoders.device = torch.device(device)
     return made
 
 
@@ -590,23 +593,23 @@ def answers(made):
     frames = torch.randint(256, shape, dtype=torch.uint8, generator=rng)
     clips, sounds = [Clip("", start, size) for start in range(2)], [None, None]
     latents = [made.shape]
-    if objective.sounds is not None:
-        latents.append(objective.sound_latents(size))
-        of_clip = objective.sounds.shape
-        length = of_clip.num_samples(size.num_frames / objective.frame_rate)
+    if objective.encoders.sounds is not None:
+        latents.append(objective.encoders.sound_latents(size))
+        of_clip = objective.encoders.sounds.shape
+        length = of_clip.num_samples(size.num_frames / objective.encoders.frame_rate)
         sounds[0] = torch.rand(of_clip.num_channels, length, generator=rng) - 0.5
     noise = [torch.randn(2, *each, dtype=torch.float64, generator=rng) for each in latents]
     with LiftOperations():
-        batch = objective.encode(Batch(frames, CAPTIONS, [0, 1], ["", ""], clips, sounds))
+        batch = objective.encoders.encode(Batch(frames, CAPTIONS, [0, 1], ["", ""], clips, sounds))
         parts = list(batch.one_by_one()) if objective.recipe.packs else [batch]
         loss = sum(objective.loss(each) for each in parts)
         gradients = torch.autograd.grad(loss, list(objective.model.parameters()), allow_unused=True)
         with torch.no_grad():
             noise = [each.to(objective.device) for each in noise]
             made_of = sample_latents(objective, noise, CAPTIONS, size, batch.condition)
-            decoded = [objective.codec.decode(made_of[0]).double() / 255]
-            if objective.sounds is not None:
-                decoded.append(objective.sounds.decode(made_of[1])[0].double())
+            decoded = [objective.encoders.codec.decode(made_of[0]).double() / 255]
+            if objective.encoders.sounds is not None:
+                decoded.append(objective.encoders.sounds.decode(made_of[1])[0].double())
     # Of one length, as some are zero but for rounding: those of keys' biases, where nothing turns or scales the keys.
     gradient = torch.cat([each.flatten() for each in gradients if each is not None])
     return [each.detach().cpu() for each in (loss, gradient, *made_of, *decoded)]
@@ -615,6 +618,6 @@ def answers(made):
 def assert_the_answers_of_the_host(made, device):
     expected, found = answers(made), answers(moved(made, device))
     errors = [float((there - here).norm() / here.norm()) for here, there in zip(expected, found, strict=True)]
-    num_rounded = 1 + (made.objective.sounds is not None)
+    num_rounded = 1 + (made.objective.encoders.sounds is not None)
     # Pixels and samples are computed and rounded in fp32.
     assert max(errors[:-num_rounded]) < 1e-6 and max(errors[-num_rounded:]) < 1e-2, errors

@@ -278,7 +278,7 @@ def kept_as_it_is(config):
 
     # Of both folders.
     batch = next(each for each in trainer.loader if 0 < sum(of_others(each)) < 4)
-    encoded = objective.encode(batch)
+    encoded = objective.encoders.encode(batch)
     assert encoded.is_regularisation.tolist() == of_others(batch)
     found = []
     for _ in range(2):

@@ -294,11 +294,11 @@ def learned(config):
 
     trainer = Trainer(config)
     objective, batch = trainer.objective, next(iter(trainer.loader))
-    first = objective.encode(batch).learned
+    first = objective.encoders.encode(batch).learned
     if first is not None:
         first = first[..., 0, 0]
-    objective._draw_conditions = lambda bucket, positions: ["t2v"] * len(positions)
-    return first, objective.encode(batch).condition
+    objective.encoders._draw_conditions = lambda bucket, positions: ["t2v"] * len(positions)
+    return first, objective.encoders.encode(batch).condition
 
 
 def test_given_frames_are_learned_where_a_sampler_makes_them(ranks, folder, tmp_path):

@@ -66,8 +66,8 @@ def told(config):
 
     trainer = Trainer(config)
     objective, batch = trainer.objective, next(iter(trainer.loader))
-    encoded = objective.encode(batch)
-    kinds = objective._draw_conditions(batch.bucket, batch.positions)
+    encoded = objective.encoders.encode(batch)
+    kinds = objective.encoders._draw_conditions(batch.bucket, batch.positions)
     grey = torch.zeros(5, 3, 24, 40)
     expected = []
     for row, (kind, clip) in enumerate(zip(kinds, batch.clips, strict=True)):

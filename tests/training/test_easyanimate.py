@@ -77,7 +77,7 @@ def test_a_sample_with_given_frames_is_the_pipelines(case, monkeypatch):
     with without_rounding():
         masked = {"video": video, "mask_video": mask.contiguous(), "latents": None}
         expected = by_pipeline(made, noise, "latent", CAPTIONS[:1], **masked)
-        condition, _ = objective.encode_condition(
+        condition, _ = objective.encoders.encode_condition(
             [kind], frames, noise, [Clip("", 0, size)], [0], in_sample=True
         )
         (found,) = sample_latents(objective, [noise], CAPTIONS[:1], size, condition)
@@ -145,15 +145,15 @@ def test_given_frames_are_the_same_on_any_mesh(ranks, clips, tmp_path, plan):
 
 def trained(config):
     """Losses, how much is stored, and how often the VAE is loaded again while clips are learned."""
-    from opensora_accel.training import objective
+    from opensora_accel.training import encoding
     from opensora_accel.training.loop import Trainer
 
-    loaded, build_codec = [], objective.build_codec
+    loaded, build_codec = [], encoding.build_codec
     # What is kept remembers by what it is loaded.
-    objective.build_codec = lambda *arguments: loaded.append(arguments) or build_codec(*arguments)
+    encoding.build_codec = lambda *arguments: loaded.append(arguments) or build_codec(*arguments)
     trainer = Trainer(config)
     found = [trainer.step()["loss"] for _ in range(config.steps)]
-    objective.build_codec = build_codec
+    encoding.build_codec = build_codec
     return found, trainer.disk_cache and trainer.disk_cache.counts.stored, len(loaded)
 
 
@@ -196,7 +196,7 @@ def test_a_proof_and_a_plan_have_given_frames(clips, tmp_path):
 
 def levels_of(config):
     """Of the noise of pixels, while clips are learned and in samples."""
-    from opensora_accel.training import objective, samples
+    from opensora_accel.training import encoding, samples
     from opensora_accel.training.loop import Trainer
 
     trainer, found = Trainer(config), []
@@ -206,11 +206,11 @@ def levels_of(config):
         found.append(drawn[drawn != 0].std().item())
         return drawn
 
-    objective.pixel_noise = noise
+    encoding.pixel_noise = noise
     trainer.step()
     with torch.no_grad():
         samples.sample_clips(trainer.objective, trainer.loader.videos[:1])
-    objective.pixel_noise = pixel_noise
+    encoding.pixel_noise = pixel_noise
     return found
 
 

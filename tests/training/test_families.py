@@ -87,7 +87,7 @@ def adapted(config):
     trainer = Trainer(config)
     trainer.train()
     objective, (bucket,) = trainer.objective, config.data.sizes
-    shapes, of_sound = [objective.latent_shapes[bucket]], objective.sound_latents(bucket)
+    shapes, of_sound = [objective.encoders.latent_shapes[bucket]], objective.encoders.sound_latents(bucket)
     shapes += [of_sound] if of_sound else []
     rng = torch.Generator().manual_seed(1)
     noise = [torch.randn(1, *shape, generator=rng) for shape in shapes]

@@ -141,7 +141,7 @@ def test_a_sample_beside_a_frame_with_noise_on_it_is_the_pipelines(frame_rate, m
     """One frame after the other, with what is told of the frame rate."""
     made = setting(NAME, frame=FROM_FRAMES["SkyReels-V2"])
     objective, size, rng = made.objective, made.bucket, torch.Generator().manual_seed(1)
-    objective.frame_rate = frame_rate
+    objective.encoders.frame_rate = frame_rate
     flow = dataclasses.replace(objective.config.flow, ar_step=2, addnoise_condition=20.0)
     objective.config = dataclasses.replace(objective.config, flow=flow)
     noise = torch.randn(1, *made.shape, dtype=torch.float64, generator=rng)
@@ -155,11 +155,13 @@ def test_a_sample_beside_a_frame_with_noise_on_it_is_the_pipelines(frame_rate, m
     given = {"image": Image.fromarray(frames[0, 0].numpy()), "ar_step": 2, "addnoise_condition": 20}
     with without_rounding():
         expected = by_pipeline(made, noise, "latent", CAPTIONS[:1], **given, fps=int(frame_rate))
-        condition, _ = objective.encode_condition(["i2v_head"], frames, noise, [Clip("", 0, size)], [0])
+        condition, _ = objective.encoders.encode_condition(
+            ["i2v_head"], frames, noise, [Clip("", 0, size)], [0]
+        )
         (found,) = sample_latents(objective, [noise], CAPTIONS[:1], size, condition)
-        objective.frame_rate = 40.0 - frame_rate
+        objective.encoders.frame_rate = 40.0 - frame_rate
         (other,) = sample_latents(objective, [noise], CAPTIONS[:1], size, condition)
-        objective.frame_rate = frame_rate
+        objective.encoders.frame_rate = frame_rate
         pair = [torch.cat([each] * 2) for each in (noise, condition.latents, condition.given)]
         both = condition._replace(latents=pair[1], given=pair[2])
         timestep = torch.tensor([[200.0, 500.0, 900.0]] * 2, dtype=torch.float64)
@@ -214,7 +216,7 @@ def told(config):
     objective.model.register_forward_pre_hook(
         lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
     )
-    encoded = objective.encode(batch)
+    encoded = objective.encoders.encode(batch)
     with torch.no_grad():
         whole = objective.loss(encoded).item()
         alone = [objective.loss(one).item() for one in encoded.one_by_one()]

@@ -89,9 +89,11 @@ def test_frames_are_the_pipelines(kind):
     with without_rounding():
         given = {"image": Image.fromarray(frames[0, 0].numpy())}
         expected = by_pipeline(made, noise, "np", CAPTIONS[:1], **given)
-        condition, _ = objective.encode_condition(["i2v_head"], frames, noise, [Clip("", 0, size)], [0])
+        condition, _ = objective.encoders.encode_condition(
+            ["i2v_head"], frames, noise, [Clip("", 0, size)], [0]
+        )
         (latents,) = sample_latents(objective, [noise], CAPTIONS[:1], size, condition)
-        found = objective.codec.decode(latents)
+        found = objective.encoders.codec.decode(latents)
     levels = torch.from_numpy(numpy.round(expected * 255)).int()
     left_out = 4 if kind == "latent_concat" else 0
     assert found.size(1) == 9 and levels.size(1) == 9 - left_out

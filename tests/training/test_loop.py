@@ -38,7 +38,7 @@ def whole(tensor):
 
 
 def first_gradients(trainer):
-    trainer.objective.loss(trainer.objective.encode(next(trainer.loader))).backward()
+    trainer.objective.loss(trainer.objective.encoders.encode(next(trainer.loader))).backward()
     grads = {
         name.removeprefix("module."): whole(p.grad).clone()
         for name, p in trainer.state.model.named_parameters()

@@ -85,7 +85,7 @@ def by_hand(config):
     trainer = Trainer(config)
     objective, flow = trainer.objective, config.flow
     batch = next(iter(trainer.loader))
-    encoded = objective.encode(batch)
+    encoded = objective.encoders.encode(batch)
     clean, positions = encoded.clean, batch.positions
     with torch.no_grad():
         found = objective.loss(encoded).item()

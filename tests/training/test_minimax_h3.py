@@ -16,13 +16,15 @@ from opensora_accel import Plan
 from opensora_accel.training import configured, new_command, one_clip
 from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.captions import VISION_TOKENS, TextEncoder
+from opensora_accel.training.classes import arguments_of
 from opensora_accel.training.clips import Clip
 from opensora_accel.training.codec import LatentFrames, VideoVAE, build_codec, latent_shape
 from opensora_accel.training.conditions import KINDS, Condition, check_conditions
 from opensora_accel.training.config import config_from_dict, load_config
+from opensora_accel.training.encoding import Encoded, Encoders
 from opensora_accel.training.flow import draw_noise, shifted
 from opensora_accel.training.kept import StoredCaptions
-from opensora_accel.training.objective import Encoded, Objective
+from opensora_accel.training.objective import Objective
 from opensora_accel.training.planned import frozen_parts, planned_sizes
 from opensora_accel.training.recipes import RECIPES, Inputs, check_recipe
 from opensora_accel.training.samples import sample_latents
@@ -123,9 +125,11 @@ def setting(parts, reader, **changes):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     shape, (bucket,) = latent_shape(codec, *SIZE), config.data.sizes
-    around = {bucket: shape}, {bucket: one_clip.tokens_per_sample(shape, model)}, 24.0, CPU, torch.float64
+    around = arguments_of(model), {bucket: shape}, 24.0, CPU, torch.float64
     conditioning = configured.conditioning_of(config, codec)
-    objective = Objective(config, RECIPE, codec, [reader], None, conditioning, sounds, model, model, *around)
+    encoders = Encoders(config, RECIPE, codec, None, conditioning, sounds, *around)
+    tokens = {bucket: one_clip.tokens_per_sample(shape, model)}
+    objective = Objective(config, RECIPE, encoders, [reader], model, model, tokens)
     times = RECIPE.sample_times(STEPS, 12.0)
     pipeline = MiniMaxH3Blocks().init_pipeline()
     pipeline.update_components(
@@ -144,7 +148,7 @@ def setting(parts, reader, **changes):
 
 def noise_of(made, num_samples):
     rng = torch.Generator().manual_seed(1)
-    shapes = made.shape, made.objective.sound_latents(made.bucket)
+    shapes = made.shape, made.objective.encoders.sound_latents(made.bucket)
     return [torch.randn(num_samples, *shape, dtype=torch.float64, generator=rng) for shape in shapes]
 
 
@@ -170,7 +174,8 @@ def test_a_sample_is_the_pipelines(made, monkeypatch):
     outputs = ["latents", "audio_latents", "videos", "audio", "sampling_rate"]
     with without_rounding():
         clips, sounds = found = sample_latents(made.objective, noise, CAPTIONS, size)
-        frames, (samples, rate) = made.objective.codec.decode(clips), made.objective.sounds.decode(sounds)
+        encoders = made.objective.encoders
+        frames, (samples, rate) = encoders.codec.decode(clips), encoders.sounds.decode(sounds)
         whole = [expected(row, output_type="np", output=outputs) for row in range(2)]
     assert all((each - before).abs().max() > 0.1 for each, before in zip(found, noise, strict=True))
     for row, answer in enumerate(whole):
@@ -196,7 +201,7 @@ def test_a_sample_of_frames_that_are_given_is_the_pipelines(made_of_frames, monk
     clips = [Clip("", 0, size)] * 2
     outputs = ["latents", "audio_latents", "condition_latents", "keyframe_anchors"]
     with without_rounding():
-        condition, _ = objective.encode_condition(kinds, frames, noise[0], clips, [7, 9])
+        condition, _ = objective.encoders.encode_condition(kinds, frames, noise[0], clips, [7, 9])
         found = sample_latents(objective, noise, CAPTIONS, size, condition)
         for row, kind in enumerate(kinds):
             drawn = draw_noise(noise[0][:1, :, :2], 0, [(7, 9)[row]], purpose="noise of given frames")
@@ -411,7 +416,7 @@ def loss_of_each(config):
 
     trainer = Trainer(config)
     objective, parameters = trainer.objective, list(trainer.state.model.parameters())
-    batch = objective.encode(next(trainer.loader))
+    batch = objective.encoders.encode(next(trainer.loader))
     alone = [float(objective.loss(each)) for each in batch.one_by_one()]
     together = objective.loss(batch)
     expected = torch.autograd.grad(together, parameters)

@@ -59,7 +59,7 @@ def test_a_sample_is_the_authors(kind):
     frames, clips = frames_of(made, 2), [Clip("", number, made.bucket) for number in range(2)]
     noise = torch.randn(2, *made.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with without_rounding():
-        condition, _ = made.objective.encode_condition([kind] * 2, frames, noise, clips, [0, 1])
+        condition, _ = made.objective.encoders.encode_condition([kind] * 2, frames, noise, clips, [0, 1])
         (found,) = sample_latents(made.objective, [noise], CAPTIONS, made.bucket, condition)
         (without,) = sample_latents(made.objective, [noise], CAPTIONS, made.bucket)
         told = open_sora.condition_of(made, frames, [kind] * 2, 5)
@@ -87,7 +87,7 @@ def test_the_loss_is_the_authors(guidance_embed):
     objective, positions = made.objective, range(8)
     frames, captions = frames_of(made, 8), [CAPTIONS[number % 2] for number in positions]
     clips = [Clip("", number, made.bucket) for number in positions]
-    drawn = objective._draw_conditions(made.bucket, positions)
+    drawn = objective.encoders._draw_conditions(made.bucket, positions)
     assert set(drawn) >= {"t2v", "i2v_loop", "v2v_tail"} and len(set(drawn)) >= 5
     with without_rounding():
         # Numbers are drawn in fp64 here.
@@ -95,7 +95,7 @@ def test_the_loss_is_the_authors(guidance_embed):
             drop_captions(captions, 0.4, 0, positions, purpose=each) for each in ("caption", "second caption")
         ]
         assert len({(bool(t5), bool(clip)) for t5, clip in zip(*drop, strict=True)}) == 4
-        batch = objective.encode(Batch(frames, captions, [*positions], [""] * 8, clips, [None] * 8))
+        batch = objective.encoders.encode(Batch(frames, captions, [*positions], [""] * 8, clips, [None] * 8))
         found = objective.loss(batch)
         clean = open_sora.encoded(made.vae, frames)
         condition = open_sora.condition_of(made, frames, drawn, 5)
@@ -129,7 +129,7 @@ def test_a_sample_of_1_2_is_the_authors(kind):
     condition, x_mask, given = None, None, None
     with without_rounding():
         if kind not in ("t2v", "an image"):
-            condition, _ = made.objective.encode_condition([kind] * 2, frames, noise, clips, [0, 1])
+            condition, _ = made.objective.encoders.encode_condition([kind] * 2, frames, noise, clips, [0, 1])
             x_mask = torch.ones(2, made.shape[1], dtype=torch.bool)
             count = 5 if kind.startswith("v2v") else 1
             x_mask[:, :count] &= kind.endswith("tail")
@@ -149,7 +149,7 @@ def test_the_loss_of_1_2_is_the_authors():
     frames, captions = frames_of(made, 8), [CAPTIONS[number % 2] for number in positions]
     clips = [Clip("", number, made.bucket) for number in positions]
     with without_rounding():
-        batch = objective.encode(Batch(frames, captions, [*positions], [""] * 8, clips, [None] * 8))
+        batch = objective.encoders.encode(Batch(frames, captions, [*positions], [""] * 8, clips, [None] * 8))
         found = objective.loss(batch)
         dropped = torch.tensor([not each for each in drop_captions(captions, 0.4, 0, positions)])
         alpha = (32 * 48 / 512**2 * 7) ** 0.5
@@ -228,7 +228,9 @@ def adapted(config):
     trainer = Trainer(config)
     trainer.train()
     objective, (bucket,) = trainer.objective, config.data.sizes
-    noise = torch.randn(1, *objective.latent_shapes[bucket], generator=torch.Generator().manual_seed(1))
+    noise = torch.randn(
+        1, *objective.encoders.latent_shapes[bucket], generator=torch.Generator().manual_seed(1)
+    )
 
     @torch.no_grad()
     def velocity():

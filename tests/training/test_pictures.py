@@ -187,8 +187,8 @@ def told_of(config):
     frames = torch.randint(0, 256, (4, 5, 24, 40, 3), dtype=torch.uint8)
     kinds = ["t2v", "i2v_head", "i2v_tail", "i2v_loop"]
     like = torch.zeros(4, 48, 5, 6, 10)
-    condition, _ = objective.encode_condition(kinds, frames, like, [None] * 4, range(4))
-    return condition.pictures, objective.pictures.encode(frames[:, 0])
+    condition, _ = objective.encoders.encode_condition(kinds, frames, like, [None] * 4, range(4))
+    return condition.pictures, objective.encoders.pictures.encode(frames[:, 0])
 
 
 def test_a_first_frame_that_is_not_given_leaves_no_trace(ranks, folder, tmp_path):

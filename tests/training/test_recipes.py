@@ -22,8 +22,8 @@ from opensora_accel.training.classes import import_class, parameters_of
 from opensora_accel.training.clips import Clip
 from opensora_accel.training.codec import VideoVAE, latent_shape
 from opensora_accel.training.conditions import KINDS, Given
+from opensora_accel.training.encoding import Encoded
 from opensora_accel.training.flow import draw_noise, draw_times
-from opensora_accel.training.objective import Encoded
 from opensora_accel.training.recipes import RECIPES, Sizes
 from opensora_accel.training.samples import sample_latents
 from tests.tiers import CPU_AND_GPU, PROVE, some
@@ -124,7 +124,9 @@ def test_a_sample_that_begins_with_a_frame_is_the_pipelines(name, monkeypatch):
             {"latents": None} if "LTX" in name or "Kandinsky" in name else {}
         )
         expected = by_pipeline(made, noise, "latent", CAPTIONS[:1], **given)
-        condition, _ = made.objective.encode_condition(["i2v_head"], frames, noise, [Clip("", 0, size)], [0])
+        condition, _ = made.objective.encoders.encode_condition(
+            ["i2v_head"], frames, noise, [Clip("", 0, size)], [0]
+        )
         (found,) = sample_latents(made.objective, [noise], CAPTIONS[:1], made.bucket, condition)
         other = condition._replace(latents=torch.zeros_like(condition.latents))
         (without,) = sample_latents(made.objective, [noise], CAPTIONS[:1], made.bucket, other)
@@ -185,7 +187,7 @@ def test_a_sample_that_follows_a_control_is_the_pipelines(kind, follows, monkeyp
     with without_rounding():
         expected = by_pipeline(made, noise, "latent", CAPTIONS[:1], **given)
         by_its_pipeline = called[0]["control_hidden_states"]
-        condition, whole = objective.encode_condition([kind], frames, noise, [clip], [0], control)
+        condition, whole = objective.encoders.encode_condition([kind], frames, noise, [clip], [0], control)
         (found,) = sample_latents(objective, [noise], CAPTIONS[:1], size, condition)
         (without,) = sample_latents(objective, [noise], CAPTIONS[:1], size)
     assert condition.latents.shape == (1, 96, *made.shape[1:])
@@ -202,7 +204,7 @@ def test_a_sample_that_follows_a_control_is_the_pipelines(kind, follows, monkeyp
 def test_a_sample_with_sound_is_the_pipelines(name):
     made = setting(name)
     objective, pipeline, rng = made.objective, made.pipeline, torch.Generator().manual_seed(1)
-    of_sound = objective.sound_latents(made.bucket)
+    of_sound = objective.encoders.sound_latents(made.bucket)
     noise = [torch.randn(2, *shape, dtype=torch.float64, generator=rng) for shape in (made.shape, of_sound)]
     vae, audio_vae = pipeline.vae, pipeline.audio_vae
     # Noise of sound is taken for latents of the VAE, and normalised.
@@ -217,7 +219,8 @@ def test_a_sample_with_sound_is_the_pipelines(name):
         clips = pipeline._denormalize_latents(found[0], vae.latents_mean, vae.latents_std)
         sounds = found[1].transpose(1, 2).flatten(2) * audio_vae.latents_std + audio_vae.latents_mean
         whole = expected("np")
-        frames, (samples, rate) = objective.codec.decode(found[0]), objective.sounds.decode(found[1])
+        encoders = objective.encoders
+        frames, (samples, rate) = encoders.codec.decode(found[0]), encoders.sounds.decode(found[1])
     assert (clips - latents.frames).abs().max() < 1e-10
     assert (sounds - latents.audio.transpose(1, 2).flatten(2)).abs().max() < 1e-10
     assert all((each - before).abs().max() > 0.1 for each, before in zip(found, noise, strict=True))
@@ -233,7 +236,7 @@ def test_a_sample_with_sound_that_begins_with_a_frame_is_the_pipelines(name, mon
     made = setting(name, frame=FromFrame(name, "LTX2ImageToVideoPipeline"))
     objective, pipeline, size = made.objective, made.pipeline, made.bucket
     module, rng = sys.modules[type(pipeline).__module__], torch.Generator().manual_seed(1)
-    shapes = (made.shape, objective.sound_latents(size))
+    shapes = (made.shape, objective.encoders.sound_latents(size))
     noise = [torch.randn(1, *shape, dtype=torch.float64, generator=rng) for shape in shapes]
     frames = torch.randint(
         0, 2, (1, size.num_frames, size.height, size.width, 3), dtype=torch.uint8, generator=rng
@@ -251,7 +254,9 @@ def test_a_sample_with_sound_that_begins_with_a_frame_is_the_pipelines(name, mon
     given |= {"audio_latents": noise[1].transpose(1, 2).flatten(2) * std + mean}
     with without_rounding():
         expected = by_pipeline(made, noise[0], "latent", CAPTIONS[:1], whole=True, **given)
-        condition, _ = objective.encode_condition(["i2v_head"], frames, noise[0], [Clip("", 0, size)], [0])
+        condition, _ = objective.encoders.encode_condition(
+            ["i2v_head"], frames, noise[0], [Clip("", 0, size)], [0]
+        )
         found = sample_latents(objective, noise, CAPTIONS[:1], size, condition)
         without = sample_latents(objective, noise, CAPTIONS[:1], size)
         clips = pipeline._denormalize_latents(found[0], *statistics)
@@ -337,7 +342,7 @@ def test_frames_are_the_pipelines(name, vae):
         else:
             expected = by_pipeline(made, noise, "np")
         (latents,) = sample_latents(made.objective, [noise], CAPTIONS, made.bucket)
-        found = made.objective.codec.decode(latents)
+        found = made.objective.encoders.codec.decode(latents)
     levels = torch.from_numpy(numpy.round(expected * 255)).int()
     # One level: the pipeline rounds x/2 + ½ times 255, the codec x + 1 times 127.5, in fp32.
     assert found.shape == levels.shape and (found.int() - levels).abs().max() <= 1

@@ -69,11 +69,11 @@ def test_a_sample_with_references_is_the_pipelines(count, kind, follows):
     with without_rounding():
         expected = by_pipeline(made, noise, "latent", CAPTIONS[:1], **given)
         by_its_pipeline = called[0]["control_hidden_states"]
-        before = objective.encode_references(references, clips)
-        condition, _ = objective.encode_condition([kind], frames, noise, clips, [0], control, before)
+        before = objective.encoders.encode_references(references, clips)
+        condition, _ = objective.encoders.encode_condition([kind], frames, noise, clips, [0], control, before)
         (found,) = sample_latents(objective, [noise], CAPTIONS[:1], size, condition)
         whole = by_pipeline(made, noise, "np", CAPTIONS[:1], **given)
-        decoded = objective.codec.decode(found[:, :, count:])
+        decoded = objective.encoders.codec.decode(found[:, :, count:])
     assert condition.latents.shape == (1, 96, count + num_frames, *sides)
     assert (condition.latents - by_its_pipeline).abs().max() < 1e-10
     assert found.shape == noise.shape and (found - expected).abs().max() < 1e-10
@@ -137,10 +137,11 @@ def told(config):
 
     trainer = Trainer(config)
     batch = next(iter(trainer.loader))
-    encoded = trainer.objective.encode(batch)
+    encoded = trainer.objective.encoders.encode(batch)
     learned = None if encoded.learned is None else encoded.learned.expand(-1, -1, 6, 10)
-    (shape,), (tokens,) = trainer.objective.latent_shapes.values(), trainer.objective.num_tokens.values()
-    clean = trainer.objective.codec.encode(batch.frames)
+    (shape,) = trainer.objective.encoders.latent_shapes.values()
+    (tokens,) = trainer.objective.num_tokens.values()
+    clean = trainer.objective.encoders.codec.encode(batch.frames)
     return batch.files, clean, encoded.clean, encoded.condition.latents, learned, shape, tokens
 
 

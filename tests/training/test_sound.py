@@ -351,7 +351,7 @@ def encoded(config):
 
     trainer = Trainer(config)
     batch = next(trainer.loader)
-    made = trainer.objective.encode(batch)
+    made = trainer.objective.encoders.encode(batch)
     first, sound = made.streams(0, 0.5)
     plain = [each.noise.flatten(1) for each in made.streams(0)]
     held_out = [each.sounds[0] is not None for each, _ in trainer.loader.held_out_batches()]

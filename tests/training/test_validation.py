@@ -70,7 +70,7 @@ def measured(config, steps=2):
         model, text = objective.model, objective.texts[0]
         for batch, counts in trainer.loader.held_out_batches():
             assert counts
-            clean = objective.codec.encode(batch.frames).double()
+            clean = objective.encoders.codec.encode(batch.frames).double()
             noise = draw_noise(clean, config.seed, batch.positions)
             states = text.encode(batch.captions, torch.device("cpu"), torch.float64)
             for time in TIMES:
