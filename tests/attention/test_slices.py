@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opensora_accel.attention.slices import AttentionSlices, Slice, tile_order
-from opensora_accel.attention.slices.geometry import KINDS
+from opensora_accel.attention.slices.geometry import KINDS, as_table, cut
 from opensora_accel.attention.slices.tiles import tiles_of
 
 SIZE = 14
@@ -222,10 +222,10 @@ def test_a_slice_of_every_kind_comes_back_as_one(kind):
 def test_equal_masks_may_be_cut_otherwise():
     whole = AttentionSlices(6, 6, (Slice.of(range(6), range(6), "causal"),))
     upper_half, lower_half = (whole.slices[0].within(rows, range(6)) for rows in (range(2), range(2, 6)))
-    cut = AttentionSlices(6, 6, (upper_half, lower_half))
-    assert cut == whole
-    assert hash(cut) == hash(whole)
-    assert cut != AttentionSlices.causal(7)
+    halves = AttentionSlices(6, 6, (upper_half, lower_half))
+    assert halves == whole
+    assert hash(halves) == hash(whole)
+    assert halves != AttentionSlices.causal(7)
     assert whole != AttentionSlices(6, 6, (Slice.of(range(6), range(6), "inverse causal"),))
 
 
@@ -239,11 +239,24 @@ def test_masks_without_a_common_pair_are_joined():
         clean | AttentionSlices.causal(5)
 
 
-def test_a_cut_is_counted_from_its_first_query_and_key():
-    mask = AttentionSlices.block_causal(6, 3, block_frames=2)
-    for queries, keys in itertools.product([range(0, 5), range(4, 18), range(7, 8)], repeat=2):
-        part = AttentionSlices(len(queries), len(keys), tuple(mask.within(queries, keys)))
-        assert torch.equal(part.dense(), mask.dense()[queries.start : queries.stop, keys.start : keys.stop])
+@pytest.mark.parametrize("seed", range(8))
+def test_slices_are_cut_by_all_runs_at_once_as_one_by_one(seed):
+    numbers = random.Random(seed)
+    slices = [random_slice(numbers) for _ in range(9)]
+    queries, keys = (
+        [range(*sorted(numbers.sample(range(SIZE + 1), 2))) for _ in range(number)] for number in (3, 4)
+    )
+    runs = (torch.tensor([[run.start, run.stop] for run in each]) for each in (queries, keys))
+    found = {
+        (of_q, of_k, Slice(*each))
+        for each, of_q, of_k in zip(*(part.tolist() for part in cut(as_table(slices), *runs)), strict=True)
+    }
+    expected = {
+        (of_q, of_k, each.within(rows, columns))
+        for (of_q, rows), (of_k, columns) in itertools.product(enumerate(queries), enumerate(keys))
+        for each in slices
+    }
+    assert found == {each for each in expected if each[2] is not None}
 
 
 REFUSED = [

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from opensora_accel.attention.balance import Tile
-from opensora_accel.attention.slices.geometry import Slice
+from opensora_accel.attention.slices.geometry import Slice, cut
 from opensora_accel.attention.slices.mask import AttentionSlices, in_a_row, joined
 from opensora_accel.attention.slices.tiles import tiles_of
 from opensora_accel.communications import share_sizes
@@ -139,13 +140,7 @@ class Deal:
 
     def seen(self, rank: int, owner: int) -> list[Slice]:
         """What the queries of `rank` see of the keys of `owner`, both counted as the ranks hold them."""
-        owners = (self.runs if self.kv_runs is None else self.kv_runs)[owner]
-        return [
-            each.moved(q_place, k_place)
-            for queries, q_place in _placed(self.runs[rank])
-            for keys, k_place in _placed(owners)
-            for each in self.mask.within(queries, keys)
-        ]
+        return self._seen([rank], [owner])[rank, owner]
 
     def needs(self, rank: int, owner: int) -> tuple[range, ...]:
         """The keys of `owner`, as it holds them, that some query of `rank` sees."""
@@ -155,8 +150,14 @@ class Deal:
         """What a rank does; every layer asks for the same, so it is found once."""
         if rank not in self._steps:
             num_ranks = len(self.runs)
+            seen = self._seen([rank], range(num_ranks))
+            seen_of_own = self._seen(range(num_ranks), [rank])
             self._steps[rank] = tuple(
-                self._step(rank, (rank + shift) % num_ranks, (rank - shift) % num_ranks)
+                _step(
+                    seen[rank, (rank - shift) % num_ranks],
+                    seen_of_own[(rank + shift) % num_ranks, rank],
+                    shift,
+                )
                 for shift in range(num_ranks)
             )
         return self._steps[rank]
@@ -202,20 +203,52 @@ class Deal:
     def _made(self) -> dict[Any, Deal]:
         return {}
 
-    def _step(self, rank: int, receiver: int, owner: int) -> Step:
-        seen = self.seen(rank, owner)
-        if owner == rank:
-            return Step((), 0, tuple(tile for each in seen for tile in tiles_of(each)))
-        received = _needed(seen)
-        moved = [
-            # What is received is the needed runs alone, one behind the other.
-            each.moved(0, place - run.start)
-            for each in seen
-            for run, place in _placed(received)
-            if run.start <= each.k_start < run.stop
+    def _seen(self, ranks: Sequence[int], owners: Sequence[int]) -> dict[tuple[int, int], list[Slice]]:
+        """`seen` of each of these ranks and owners, all at once: a slice alone takes as long as thousands."""
+        q_runs = _Placed.of(self.runs, ranks)
+        k_runs = _Placed.of(self.runs if self.kv_runs is None else self.kv_runs, owners)
+        slices, of_q, of_k = cut(self.mask.table, q_runs.runs, k_runs.runs)
+        # From places in the sequence to those in which a rank holds its tokens, along with the diagonals.
+        rows, columns = q_runs.shifts[of_q], k_runs.shifts[of_k]
+        slices = slices + torch.stack([rows, rows, columns, columns, columns - rows, columns - rows], 1)
+        found: dict[tuple[int, int], list[Slice]] = {pair: [] for pair in itertools.product(ranks, owners)}
+        for *pair, each in zip(
+            q_runs.ranks[of_q].tolist(), k_runs.ranks[of_k].tolist(), slices.tolist(), strict=True
+        ):
+            found[pair[0], pair[1]].append(Slice(*each))
+        return found
+
+
+class _Placed(NamedTuple):
+    """Runs of several ranks [R, 2], the rank of each [R], and how far from its place a rank holds it [R]."""
+
+    runs: Tensor
+    ranks: Tensor
+    shifts: Tensor
+
+    @classmethod
+    def of(cls, runs: Runs, ranks: Sequence[int]) -> _Placed:
+        rows = [
+            (run.start, run.stop, rank, place - run.start)
+            for rank in ranks
+            for run, place in _placed(runs[rank])
         ]
-        tiles = tuple(tile for each in moved for tile in tiles_of(each))
-        return Step(self.needs(receiver, rank), sum(map(len, received)), tiles)
+        table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
+        return cls(table[:, :2], table[:, 2], table[:, 3])
+
+
+def _step(seen: Sequence[Slice], seen_of_own: Sequence[Slice], shift: int) -> Step:
+    """Of what a rank sees of the keys of the one before it, and the one behind sees of its own."""
+    if shift == 0:
+        return Step((), 0, tuple(tile for each in seen for tile in tiles_of(each)))
+    received = _needed(seen)
+    # What is received is the needed runs alone, one behind the other.
+    starts, places = [run.start for run in received], [place for _, place in _placed(received)]
+    tiles = []
+    for each in seen:
+        run = bisect_right(starts, each.k_start) - 1
+        tiles += tiles_of(each.moved(0, places[run] - starts[run]))
+    return Step(_needed(seen_of_own), sum(map(len, received)), tuple(tiles))
 
 
 _named: WeakValueDictionary[str, Deal] = WeakValueDictionary()

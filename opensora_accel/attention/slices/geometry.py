@@ -179,6 +179,55 @@ def as_table(slices: Iterable[Slice]) -> Tensor:
     return torch.tensor(list(slices), dtype=torch.int64).reshape(-1, 6)
 
 
+def cut(table: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What runs of queries see of runs of keys.
+
+    Args:
+        table: [N, 6], tight slices.
+        queries, keys: [R, 2] and [K, 2], where runs start and stop.
+
+    Returns:
+        The slices [M, 6], tight, and for each the number of its run of queries and of keys.
+    """
+    # By queries first, which leaves few slices for the many runs of keys. Every row and column of a tight slice has
+    # pairs, so that none is empty where runs meet.
+    rows, of_table = _meeting(table[:, :2], queries)
+    of_rows = _within(table[of_table], queries[rows], slice(0, 2))
+    columns, of_cut = _meeting(of_rows[:, 2:4], keys)
+    parts = _within(of_rows[of_cut], keys[columns], slice(2, 4))
+    return parts, rows[of_cut], columns
+
+
+def _meeting(ones: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """The pairs (of `others`, of `ones`) of runs [n, 2] and [m, 2] that have a number in common."""
+    found = [
+        ((part[:, None, 0] < ones[:, 1]) & (ones[:, 0] < part[:, None, 1])).nonzero()
+        + torch.tensor([first, 0])
+        for first, part in _portions(others, len(ones))
+    ]
+    numbers = torch.cat([torch.zeros(0, 2, dtype=torch.int64), *found])
+    return numbers[:, 0], numbers[:, 1]
+
+
+def _within(table: Tensor, runs: Tensor, side: slice) -> Tensor:
+    """Slices [N, 6], each cut by a run [N, 2] of queries (side 0:2) or keys (2:4), and tight: as `Slice.tight`."""
+    table = table.clone()
+    table[:, side] = torch.stack(
+        [table[:, side.start].maximum(runs[:, 0]), table[:, side.start + 1].minimum(runs[:, 1])], 1
+    )
+    q_start, q_stop, k_start, k_stop, lower, upper = table.unbind(1)
+    q_start, q_stop = q_start.maximum(k_start - upper), q_stop.minimum(k_stop - lower)
+    k_start, k_stop = k_start.maximum(q_start + lower), k_stop.minimum(q_stop + upper)
+    lower, upper = lower.maximum(k_start - (q_stop - 1)), upper.minimum(k_stop - 1 - q_start)
+    return torch.stack([q_start, q_stop, k_start, k_stop, lower, upper], 1)
+
+
+def _portions(table: Tensor, width: int) -> list[tuple[int, Tensor]]:
+    """Rows of a table, so many at a time that with `width` numbers each they make no large tensor; and the first's."""
+    size = max(1, (1 << 20) // max(width, 1))
+    return [(number * size, part) for number, part in enumerate(table.split(size))]
+
+
 def first_overlap(table: Tensor) -> tuple[int, int] | None:
     """Two rows of a table [N, 6] of tight slices that have a pair in common; None where there are none."""
     q_start, q_stop, k_start, k_stop, lower, upper = table.unbind(1)

@@ -269,14 +269,11 @@ class AttentionSlices:
         """[n]: how many pairs the queries before each of `queries` [n] have."""
         return area_before(self.table, queries)
 
-    def within(self, queries: range, keys: range) -> list[Slice]:
-        """What these queries see of these keys, in slices that count both from the first one."""
-        cut = (each.within(queries, keys) for each in self.slices)
-        return [each.moved(-queries.start, -keys.start) for each in cut if each is not None]
-
     def of_queries(self, queries: range) -> AttentionSlices:
         """What these queries see of all keys, as a mask of their own."""
-        return AttentionSlices(len(queries), self.num_keys, tuple(self.within(queries, range(self.num_keys))))
+        cut = (each.within(queries, range(self.num_keys)) for each in self.slices)
+        slices = tuple(each.moved(-queries.start, 0) for each in cut if each is not None)
+        return AttentionSlices(len(queries), self.num_keys, slices)
 
     def dense(self) -> Tensor:
         """[S_q, S_kv], bool, true where a key may be seen."""
