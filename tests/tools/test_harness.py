@@ -112,7 +112,17 @@ def test_a_quick_run_changes_only_what_was_left_out():
 
 @pytest.mark.parametrize(
     "script",
-    ["attention", "blockwise", "collectives", "longest", "norms", "offload", "scaling", "techniques"],
+    [
+        "attention",
+        "blockwise",
+        "collectives",
+        "longest",
+        "norms",
+        "offload",
+        "scaling",
+        "slices",
+        "techniques",
+    ],
 )
 def test_help_teaches_and_bad_options_are_refused(script, capsys, monkeypatch):
     import importlib
