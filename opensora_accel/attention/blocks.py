@@ -15,7 +15,8 @@ Source: the online softmax of Milakov and Gimelshein, arXiv:1805.02867; FlashAtt
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -181,6 +182,43 @@ class RowsBackward:
         if self._grad_q is None:
             self._grad_q = self._q.new_zeros(self._q.shape, dtype=accumulator_dtype(self._q.dtype))
         return self._grad_q
+
+
+def make_operators(
+    name: str, mask: str, options: str, forward: Callable[..., Any], backward: Callable[..., Any]
+) -> torch.library.Library:
+    """The operators `name` and `name_backward`, for as long as the result lives.
+
+    As operators of their own they are opaque to torch.compile, and selective checkpointing keeps what they return
+    instead of computing and sending everything again. An operator takes plain numbers and names.
+
+    Args:
+        mask, options: what they take beside q, k and v, as torch writes it.
+        forward: from q, k, v, mask and the options to the output [B, S_q, H, D] and the log-sum-exp [B, H, S_q].
+        backward: from the gradient, q, k, v, mask, output, log-sum-exp and the options to the gradients of q, k and v.
+    """
+    library = torch.library.Library("opensora_accel", "FRAGMENT")
+    library.define(f"{name}(Tensor q, Tensor k, Tensor v, {mask}, {options}) -> (Tensor, Tensor)")
+    library.define(
+        f"{name}_backward(Tensor grad, Tensor q, Tensor k, Tensor v, {mask}, Tensor out, Tensor lse, {options}) -> "
+        "(Tensor, Tensor, Tensor)"
+    )
+    library.impl(name, forward, "CompositeExplicitAutograd")
+    library.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"opensora_accel::{name}", _fake_forward)
+    torch.library.register_fake(f"opensora_accel::{name}_backward", _fake_backward)
+    return library
+
+
+def _fake_forward(q: Tensor, _k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Shapes and dtypes only: torch.compile and fake tensors ask for them, and nothing is sent."""
+    batch, tokens, heads, _dim = q.shape
+    lse = q.new_empty((batch, heads, tokens), dtype=accumulator_dtype(q.dtype))
+    return q.new_empty((batch, tokens, heads, v.size(3))), lse
+
+
+def _fake_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Grads:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 # Gradients of a run of keys and of its values, [B, run, H_kv, D].

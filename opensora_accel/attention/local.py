@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_accel.attention.blocks import accumulator_dtype, attend, attend_backward
+from opensora_accel.attention.blocks import accumulator_dtype, attend, attend_backward, make_operators
 from opensora_accel.attention.call import AttentionCall, autocast, enter_call, torch_attention
 from opensora_accel.attention.kernels import Choice, Grads, Problem, Scores, choose_kernel
 from opensora_accel.attention.sliced import sliced_attend
@@ -135,17 +135,6 @@ class _MaskedAttentionBackward(torch.autograd.Function):
         )
 
 
-# Operators of their own, as those of the ring: opaque to torch.compile, which need not know which kernel they take.
-_OPERATORS = torch.library.Library("opensora_accel", "FRAGMENT")
-_OPERATORS.define(
-    "masked_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> (Tensor, Tensor)"
-)
-_OPERATORS.define(
-    "masked_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, "
-    "float scale) -> (Tensor, Tensor, Tensor)"
-)
-
-
 def _masked_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """The output [B, S_q, H, D] in the dtype of q, and the log-sum-exp [B, H, S_q]."""
     out, lse = attend(q, k, v, Scores(scale, mask))
@@ -164,20 +153,9 @@ def _masked_backward(
     return grad_q.to(q.dtype).contiguous(), grad_k.to(k.dtype).contiguous(), grad_v.to(v.dtype).contiguous()
 
 
-_OPERATORS.impl("masked_attention", _masked_forward, "CompositeExplicitAutograd")
-_OPERATORS.impl("masked_attention_backward", _masked_backward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("opensora_accel::masked_attention")
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    batch, tokens, heads, _dim = q.shape
-    lse = q.new_empty((batch, heads, tokens), dtype=accumulator_dtype(q.dtype))
-    return q.new_empty((batch, tokens, heads, v.size(3))), lse
-
-
-@torch.library.register_fake("opensora_accel::masked_attention_backward")
-def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+_OPERATORS = make_operators(
+    "masked_attention", "Tensor mask", "float scale", _masked_forward, _masked_backward
+)
 
 
 def explain_kernel(

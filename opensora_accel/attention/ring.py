@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from opensora_accel.attention.balance import Tile, TokenLayout, causal_tiles, check_layout
-from opensora_accel.attention.blocks import Rows, RowsBackward, accumulator_dtype, add_parts
+from opensora_accel.attention.blocks import Rows, RowsBackward, accumulator_dtype, add_parts, make_operators
 from opensora_accel.attention.call import AttentionCall, autocast, enter_call
 from opensora_accel.attention.local import attend_whole
 from opensora_accel.attention.packed_keys import pack_keys, packed_size, split_keys, unpack_keys
@@ -147,19 +147,6 @@ class _RingAttentionBackward(torch.autograd.Function):
         )
 
 
-# As operators of their own, forward and backward are opaque to torch.compile, and selective checkpointing keeps what
-# they return instead of sending everything round again. An operator takes plain numbers and names.
-_OPERATORS = torch.library.Library("opensora_accel", "FRAGMENT")
-_OPTIONS = "int[] splits, int[] kv_splits, str group, bool causal, str layout, float scale"
-_OPERATORS.define(
-    f"ring_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, {_OPTIONS}) -> (Tensor, Tensor)"
-)
-_OPERATORS.define(
-    "ring_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)"
-)
-
-
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -243,21 +230,8 @@ def _backward(
     return rows.result(), grad_k.to(k.dtype, copy=True), grad_v.to(v.dtype, copy=True)
 
 
-_OPERATORS.impl("ring_attention", _forward, "CompositeExplicitAutograd")
-_OPERATORS.impl("ring_attention_backward", _backward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("opensora_accel::ring_attention")
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    batch, tokens, heads, _dim = q.shape
-    # Shapes and dtypes only. torch.compile and fake tensors ask for them, and nothing is sent.
-    lse = q.new_empty((batch, heads, tokens), dtype=accumulator_dtype(q.dtype))
-    return q.new_empty((batch, tokens, heads, v.size(3))), lse
-
-
-@torch.library.register_fake("opensora_accel::ring_attention_backward")
-def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+_OPTIONS = "int[] splits, int[] kv_splits, str group, bool causal, str layout, float scale"
+_OPERATORS = make_operators("ring_attention", "Tensor? mask", _OPTIONS, _forward, _backward)
 
 
 class _Ring:

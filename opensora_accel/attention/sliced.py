@@ -15,7 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from opensora_accel.attention.blocks import Part, Rows, RowsBackward, accumulator_dtype, add_parts
+from opensora_accel.attention.blocks import (
+    Part,
+    Rows,
+    RowsBackward,
+    accumulator_dtype,
+    add_parts,
+    make_operators,
+)
 from opensora_accel.attention.direct_pipeline import Counts, DirectPipeline
 from opensora_accel.attention.packed_keys import packed_size, split_keys, unpack_keys
 from opensora_accel.attention.slices.dealing import Deal, Step, dealt
@@ -77,17 +84,6 @@ class _SlicedAttentionBackward(torch.autograd.Function):
     def backward(_ctx: Any, *_grads: Tensor) -> Any:
         """Refuses a derivative of the gradients, whatever their shapes."""
         raise RuntimeError("attention by slices has no second derivative; use a dense mask on one device")
-
-
-# As operators of their own, selective checkpointing keeps what they return instead of sending everything again.
-_OPERATORS = torch.library.Library("opensora_accel", "FRAGMENT")
-_OPERATORS.define(
-    "sliced_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, str deal, str group, float scale) -> (Tensor, Tensor)"
-)
-_OPERATORS.define(
-    "sliced_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, "
-    "str deal, str group, float scale) -> (Tensor, Tensor, Tensor)"
-)
 
 
 class _Exchange:
@@ -195,17 +191,6 @@ def _backward(
     return rows.result(), grads[0].to(k.dtype), grads[1].to(v.dtype)
 
 
-_OPERATORS.impl("sliced_attention", _forward, "CompositeExplicitAutograd")
-_OPERATORS.impl("sliced_attention_backward", _backward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("opensora_accel::sliced_attention")
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    batch, tokens, heads, _dim = q.shape
-    lse = q.new_empty((batch, heads, tokens), dtype=accumulator_dtype(q.dtype))
-    return q.new_empty((batch, tokens, heads, v.size(3))), lse
-
-
-@torch.library.register_fake("opensora_accel::sliced_attention_backward")
-def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+_OPERATORS = make_operators(
+    "sliced_attention", "Tensor? mask", "str deal, str group, float scale", _forward, _backward
+)
