@@ -59,6 +59,7 @@ ATTENTION_KERNELS = {
     "torch_attn::_varlen_attn": -3,  # torch.nn.attention.varlen
     "opensora_accel::masked_attention": -3,
     "opensora_accel::ring_attention": None,
+    "opensora_accel::sliced_attention": None,
 }
 
 

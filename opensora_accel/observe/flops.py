@@ -4,8 +4,9 @@
     hardware FLOPs    what was computed: those and what checkpoints recompute
 
 A product of [m, k] and [k, n] is 2·m·k·n. Attention of S queries and T keys is two such products a head forward and
-five backward, whether a mask hides some or not. Utilisation is model (MFU) or hardware (HFU) FLOPs of a step, divided
-by its seconds and by the peak of the device (PaLM, arXiv:2204.02311, appendix B).
+five backward, whether a mask hides some or not; of slices of a mask only their area counts. Utilisation is model (MFU)
+or hardware (HFU) FLOPs of a step, divided by its seconds and by the peak of the device (PaLM, arXiv:2204.02311,
+appendix B).
 
 torch's FlopCounterMode is not used, because it takes operators apart: a step under it is not the same to the last bit.
 """
@@ -18,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import (
     flop_registry,
     register_flop_formula,
@@ -25,7 +27,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-import opensora_accel.attention  # defines the operators  # noqa: F401
+from opensora_accel.attention import slices
 from opensora_accel.observe.modes import OperatorMode
 
 # By a part of the device's name, the most specific first: operations a second of dense products in bf16 with fp32
@@ -120,6 +122,8 @@ def _know_all_operators() -> None:
         _mask, _out, _lse, _splits, kv_splits, *_options = others
         return backward(grad, q, k, v, sum(kv_splits))
 
+    _know_slices()
+
     @register_flop_formula(ours.masked_attention)
     def _(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
         return forward(q, k, v, k[1])
@@ -127,3 +131,21 @@ def _know_all_operators() -> None:
     @register_flop_formula(ours.masked_attention_backward)
     def _(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
         return backward(grad, q, k, v, k[1])
+
+
+def _know_slices() -> None:
+    """Formulas for attention by slices, whose pairs a deal counts."""
+    ours = torch.ops.opensora_accel
+
+    def area_of(name: str, group: str) -> int:
+        return slices.dealt(name).areas[_resolve_process_group(group).rank() if group else 0]  # type: ignore[arg-type]
+
+    @register_flop_formula(ours.sliced_attention)
+    def _(q: Any, _k: Any, v: Any, _mask: Any, deal: str, group: str, *_: Any, **__: Any) -> int:
+        return int(2 * q[0] * q[2] * area_of(deal, group) * (q[3] + v[3]))
+
+    @register_flop_formula(ours.sliced_attention_backward)
+    def _(_grad: Any, q: Any, _k: Any, v: Any, *others: Any, **_: Any) -> int:
+        _mask, _out, _lse, deal, group, _scale = others
+        # The scores again, dq and dk, which are as wide as keys; dv and the gradient of the weights, as values.
+        return int(2 * q[0] * q[2] * area_of(deal, group) * (3 * q[3] + 2 * v[3]))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from opensora_accel.attention import blocks, ring_attention, ulysses_attention
 from opensora_accel.attention.slices import AttentionSlices, Slice, deal
 from opensora_accel.communications import share_sizes
+from opensora_accel.observe import FlopCounter
 from tests.attention.counting import counted
 from tests.attention.reference import full_attention, random_inputs
 from tests.attention.test_failures import OutOfMemory, failing
@@ -209,3 +210,25 @@ def test_steps_of_all_ranks_fit_together():
         for rank, shift in itertools.product(range(num_ranks), range(num_ranks)):
             receiver = steps[(rank + shift) % num_ranks][shift]
             assert steps[rank][shift].num_sent == receiver.num_received
+
+
+def flops(name, held):
+    """Forward, and forward and backward, as counted on this rank."""
+    mask, num_ranks, rank = MASKS[name], dist.get_world_size(), dist.get_rank()
+    slices = deal(mask, num_ranks) if held == "dealt" else mask
+    sizes = slices.splits if held == "dealt" else share_sizes(mask.num_queries, num_ranks)
+    qkv = [torch.randn(2, sizes[rank], 3, 8, requires_grad=True) for _ in range(3)]
+    with FlopCounter() as counter:
+        out = ring_attention(*qkv, dist.group.WORLD, slices=slices, splits=sizes, kv_splits=sizes)
+        forward = counter.hardware_flops
+        out.sum().backward()
+    return forward, counter.hardware_flops
+
+
+@pytest.mark.parametrize("held", ["dealt", "in order"])
+@pytest.mark.parametrize("name", ["teacher forcing", "random 3"])
+def test_operations_are_those_of_the_area(ranks, name, held):
+    """Two products of a pair's 8 channels forward, and five backward, of 2 samples and 3 heads."""
+    found = ranks(3, flops, name, held)
+    assert sum(forward for forward, _ in found) == 2 * 3 * MASKS[name].area * 2 * 2 * 8
+    assert [both for _, both in found] == [forward * 7 // 2 for forward, _ in found]

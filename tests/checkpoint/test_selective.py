@@ -375,6 +375,46 @@ def ring_cross_attention():
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def ring_by_slices():
+    """Gradients of a block that is recomputed but for attention, and how many messages its backward sends."""
+    import torch.distributed as dist
+
+    from opensora_accel.attention import ring_attention
+    from opensora_accel.attention.slices import AttentionSlices, deal
+    from opensora_accel.checkpoint import checkpoint_blocks
+    from tests.attention.counting import counted
+
+    shares = deal(AttentionSlices.block_causal(4, 3), 2)
+
+    class Block(torch.nn.Module):
+        def forward(self, x):
+            return ring_attention(
+                x, 2 * x, x + 1, dist.group.WORLD, slices=shares, splits=(6, 6), kv_splits=(6, 6)
+            )
+
+    found = []
+    for mode in (None, "selective", "full"):
+        torch.manual_seed(dist.get_rank())
+        block = Block()
+        if mode:
+            checkpoint_blocks([block], mode)
+        x = torch.randn(1, 6, 2, 8, requires_grad=True)
+        out = block(x).square().sum()
+        with counted() as sent:
+            out.backward()
+        found.append((x.grad, sent.num_collectives))
+    return found
+
+
+def test_attention_by_slices_is_kept_and_not_sent_again(ranks):
+    if steps.DEVICE != "cpu":
+        pytest.skip("the ranks are on the CPU")
+    for (plain, once), (of_selective, kept), (of_full, twice) in ranks(2, ring_by_slices):
+        assert torch.equal(plain, of_selective)
+        assert torch.equal(plain, of_full)
+        assert kept == once < twice
+
+
 def test_all_ranks_of_a_ring_keep_its_output_or_none(ranks):
     if steps.DEVICE != "cpu":
         pytest.skip("the ranks are on the CPU")

@@ -4,6 +4,7 @@ import statistics
 import threading
 import time
 from contextlib import contextmanager
+from typing import ClassVar
 
 import pytest
 import torch
@@ -76,6 +77,9 @@ def test_a_step_beside_the_copy_changes_nothing_of_it(ranks, clips, tmp_path, pl
 
 
 class Model(torch.nn.Linear):
+    # As models of diffusers have it.
+    config: ClassVar = {}
+
     def to_json_string(self):
         return "{}"
 

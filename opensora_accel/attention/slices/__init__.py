@@ -1,7 +1,7 @@
 """Masks as slices: which queries see which keys, at the cost of their area."""
 
-from opensora_accel.attention.slices.dealing import Deal, deal
+from opensora_accel.attention.slices.dealing import Deal, deal, dealt
 from opensora_accel.attention.slices.geometry import Kind, Slice
 from opensora_accel.attention.slices.mask import AttentionSlices, tile_order
 
-__all__ = ["AttentionSlices", "Deal", "Kind", "Slice", "deal", "tile_order"]
+__all__ = ["AttentionSlices", "Deal", "Kind", "Slice", "deal", "dealt", "tile_order"]
