@@ -24,6 +24,7 @@ from opensora_accel.training.loop import Trainer
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.samples import sample_latents
 from opensora_accel.training.text_encoders import text_shapes
+from opensora_accel.training.tiny_run import tiny_config as tiny_proof
 from opensora_accel.training.tiny_run import write_clips
 from opensora_accel.verify.pool import RankError
 from opensora_accel.weights import find_stored
@@ -173,6 +174,15 @@ def run_config(clips, output, plan=None, name="MMDiTModel", **changes):
     """A tiny run, of clips of five frames of which frames are given."""
     model = {"class_name": CLASSES[name], "config": dict(RECIPES[name].tiny)}
     return tiny_config(clips, output, plan, **{"model": model, "steps": 4, **KINDS_OF_RUNS, **changes})
+
+
+def test_a_proof_takes_frames_in_an_argument_of_their_own(tmp_path):
+    """So the channels of its input are those of the noisy clip, in patches of 2 × 2."""
+    small = tiny_proof(run_config(tmp_path, tmp_path), tmp_path)
+    assert small.conditions.are_used
+    texts = text_shapes(small.text, configured.texts_of(small))
+    arguments = configured.model_arguments(small, SpaceToDepth(4, torch.float32), texts)
+    assert arguments["in_channels"] == 48 * 2 * 2
 
 
 def author(arguments, name):

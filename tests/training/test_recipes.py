@@ -311,7 +311,8 @@ def test_a_sample_with_two_experts_is_the_pipelines():
         objective.config, flow=dataclasses.replace(objective.config.flow, boundary=boundary)
     )
     objective.config, low = both.experts
-    objective.add_second(low, second, second)
+    of_second = objective.add_second(low, second, second)
+    assert of_second.encoders is objective.encoders, "what is released by one is not held by the other"
     noise = torch.randn(2, *made.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with without_rounding():
         expected = by_pipeline(made, noise, "latent")
