@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opensora_accel.attention.balance import Tile
 from opensora_accel.attention.slices import AttentionSlices, Slice, tile_order
 from opensora_accel.attention.slices.geometry import KINDS, as_table, cut
-from opensora_accel.attention.slices.tiles import tiles_of
+from opensora_accel.attention.slices.tiles import tiles_of, tiles_of_all
 
 SIZE = 14
 
@@ -49,11 +50,10 @@ def test_a_slice_is_what_its_numbers_say(seed):
     assert torch.equal(dense(moved, SIZE + 2, SIZE + 5)[2:, 5:], pairs)
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_tiles_hold_every_pair_of_a_slice_once_and_no_other(seed):
-    one = random_slice(random.Random(seed))
+def pairs_of(tiles):
+    """[S_q, S_kv]: in how many tiles each pair is."""
     counted = torch.zeros(SIZE, SIZE, dtype=torch.int)
-    for tile in tiles_of(one):
+    for tile in tiles:
         part = counted[tile.rows, tile.keys]
         ones = torch.ones_like(part)
         if tile.causal:
@@ -61,7 +61,39 @@ def test_tiles_hold_every_pair_of_a_slice_once_and_no_other(seed):
             ones = ones.triu() if tile.reversed else ones.tril()
         assert tile.num_pairs == ones.sum()
         part += ones
-    assert torch.equal(counted, dense(one).int())
+    return counted
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_tiles_hold_every_pair_of_a_slice_once_and_no_other(seed):
+    one = random_slice(random.Random(seed))
+    assert torch.equal(pairs_of(tiles_of(one)), dense(one).int())
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_joined_tiles_hold_every_pair_of_all_slices_once_and_no_other(seed):
+    """Of a mask that is cut into rectangles at every third row and column, and a slice more where it fits."""
+    numbers = random.Random(seed)
+    places = itertools.product(range(0, SIZE, 3), repeat=2)
+    slices = [
+        Slice.of(range(row, min(row + 3, SIZE)), range(column, min(column + 3, SIZE)))
+        for row, column in places
+        if numbers.random() < 0.6
+    ]
+    for another in (random_slice(numbers) for _ in range(20)):
+        if not any(another.area_of(each) for each in slices):
+            slices.append(another)
+    tiles = tiles_of_all(slices)
+    assert torch.equal(pairs_of(tiles), sum(dense(each).int() for each in slices))
+    assert len(tiles) <= sum(len(tiles_of(each)) for each in slices)
+
+
+def test_neighbours_are_one_tile():
+    """Two runs of keys side by side, and rows below that see both."""
+    slices = [Slice.of(range(4), range(3)), Slice.of(range(4, 6), range(7)), Slice.of(range(4), range(3, 7))]
+    assert tiles_of_all(slices) == (Tile(slice(0, 6), slice(0, 7), causal=False),)
+    apart = [Slice.of(range(4), range(3)), Slice.of(range(4), range(4, 7)), Slice.of(range(5, 6), range(3))]
+    assert len(tiles_of_all(apart)) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -32,7 +32,7 @@ from torch import Tensor
 from opensora_accel.attention.balance import Tile
 from opensora_accel.attention.slices.geometry import Slice, cut
 from opensora_accel.attention.slices.mask import AttentionSlices, in_a_row, joined
-from opensora_accel.attention.slices.tiles import tiles_of
+from opensora_accel.attention.slices.tiles import tiles_of_all
 from opensora_accel.communications import share_sizes
 
 # Of a rank. More are no better balanced in any mask tried, and their tiles are small.
@@ -240,15 +240,15 @@ class _Placed(NamedTuple):
 def _step(seen: Sequence[Slice], seen_of_own: Sequence[Slice], shift: int) -> Step:
     """Of what a rank sees of the keys of the one before it, and the one behind sees of its own."""
     if shift == 0:
-        return Step((), 0, tuple(tile for each in seen for tile in tiles_of(each)))
+        return Step((), 0, tiles_of_all(seen))
     received = _needed(seen)
     # What is received is the needed runs alone, one behind the other.
     starts, places = [run.start for run in received], [place for _, place in _placed(received)]
-    tiles = []
+    moved = []
     for each in seen:
         run = bisect_right(starts, each.k_start) - 1
-        tiles += tiles_of(each.moved(0, places[run] - starts[run]))
-    return Step(_needed(seen_of_own), sum(map(len, received)), tuple(tiles))
+        moved.append(each.moved(0, places[run] - starts[run]))
+    return Step(_needed(seen_of_own), sum(map(len, received)), tiles_of_all(moved))
 
 
 _named: WeakValueDictionary[str, Deal] = WeakValueDictionary()

