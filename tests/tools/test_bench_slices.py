@@ -60,8 +60,8 @@ def test_claims():
     ]:
         assert [claim["held"] for claim in claims_of_work([work_row(**figures)], is_timed=True)] == held
     for row, held in [
-        (time_row("slices, dealt", over_area=1.15), [True]),
-        (time_row("slices, dealt", over_area=1.16), [False]),
+        (time_row("slices, dealt", over_area=1.15, busy_over_area=1.16), [True, False]),
+        (time_row("slices, dealt", over_area=1.16, busy_over_area=1.15), [False, True]),
         (time_row("8 calls, ring", over_slices=1.0), [True]),
         (time_row("padded, Ulysses", over_slices=0.99), [False]),
         (time_row("dense mask", over_slices=1.5), [True]),
@@ -91,7 +91,7 @@ def test_a_side_that_attends_to_something_else_is_found(monkeypatch):
     world = slices.World(0, 1, torch.device("cpu"), None)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
     monkeypatch.setattr(slices.World, "largest", lambda self, values: values)
-    task = {"case": "block causal, one rank", "tokens": 42, "rounds": 2}
+    task = {"case": "block causal, alone", "tokens": 42, "rounds": 2}
     assert len(slices.run_task(world, task)) == 3
     whole = AttentionSlices.dense
     for wrong in (lambda mask: whole(mask).roll(2, 1), lambda mask: whole(mask).fill_(True)):
