@@ -94,7 +94,13 @@ def enter_call(
     Raises:
         ValueError: this rank's call is no attention. Where the ranks exchange anything, also if another rank's call is
             no attention, or differs from this one's.
+        TypeError: slices of another kind.
     """
+    if slices is not None and not isinstance(slices, (AttentionSlices, Deal)):
+        raise TypeError(
+            f"slices are AttentionSlices, or a deal of them; got {type(slices).__name__}; of a dense mask they are "
+            "made by AttentionSlices.from_dense(mask)"
+        )
     rank, num_ranks = 0, 1  # within all groups together: with axes of 2 and 3 ranks, rank = inner + 2 · outer
     for group in groups:
         rank += group.rank() * num_ranks

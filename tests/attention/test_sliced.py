@@ -176,6 +176,14 @@ def test_a_bias_and_slices_are_told_apart():
             gathered_attention(q, k, v, **options)
 
 
+def test_a_dense_mask_is_no_slices_and_the_way_there_is_told():
+    q, k, v, _ = random_inputs(4, 4, 2, 2, False)
+    with pytest.raises(
+        TypeError, match=r"got Tensor; of a dense mask they are made by AttentionSlices.from_dense"
+    ):
+        local_attention(q, k, v, slices=torch.ones(4, 4, dtype=torch.bool))
+
+
 def test_other_numbers_of_queries_and_keys():
     mask = AttentionSlices.packed([5, 3, 4], [2, 0, 6])
     q, k, v, _ = random_inputs(12, 8, 4, 2, False)
