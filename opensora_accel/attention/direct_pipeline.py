@@ -103,7 +103,7 @@ class DirectPipeline:
         return self._received_at(self._step)
 
     def send_grads(self, fill: Callable[[Tensor], None]) -> None:
-        """Sends back the gradients of this step's keys, flat, which `fill` puts into what holds anything yet."""
+        """Sends back the gradients of this step's keys, flat; `fill` puts them into a buffer that may hold anything."""
         self._take_grads()
         step = self._num_returned + 1
         assert step == self._step

@@ -127,7 +127,7 @@ class Deal:
         return max(self.areas) * len(self.areas) / total if total else 1.0
 
     def positions(self, rank: int) -> Tensor:
-        """[S/P]: the places in the sequence of a rank's tokens, ascending, as a rotary embedding needs them."""
+        """[S/P]: the places in the sequence of a rank's tokens, as it holds them: a rotary embedding needs them."""
         return torch.cat([torch.arange(0), *(torch.arange(run.start, run.stop) for run in self.runs[rank])])
 
     def order(self) -> Tensor:

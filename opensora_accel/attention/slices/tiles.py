@@ -1,18 +1,16 @@
 """Slices cut into what kernels take: rectangles, and square triangles of two kinds.
 
 Flash kernels know a rectangle and one triangle, in which row i of n sees the columns 0…i. Read from its end, a triangle
-in which row i sees the columns i…n − 1 is the same (`reversed`). A band of rows a…f, each of which sees four columns,
-is cut every four rows, and of a causal slice the columns that all rows see are a rectangle:
+in which row i sees the columns i…n − 1 is the same (`reversed`). Rows of a band that see four columns each are cut four
+at a time; of a causal slice the columns that all rows see are a rectangle:
 
-    band                      causal                r: triangle, reversed
-    a r r r r t t t           a # # # t             t: triangle
-    b . r r r t t t t         b # # # t t           #: rectangle
-    …
+    four rows of a band       a causal slice
+    r r r r . . .             # # # t . .         #: rectangle
+    . r r r t . .             # # # t t .         t: triangle
+    . . r r t t .             # # # t t t         r: triangle, reversed
+    . . . r t t t
 
-    a  r r r r . . . .        No pair is in two tiles, and none that is not seen is computed.
-    b  . r r r t . . .
-    c  . . r r t t . .
-    d  . . . r t t t .
+No pair is in two tiles, and none that is not seen is computed.
 """
 
 from __future__ import annotations
