@@ -28,6 +28,7 @@ __all__ = [
     "clip_grad_norm_",
     "local_tokens",
     "norms_of",
+    "packing",
     "parallelize",
     "run_blocks",
     "save_lora",

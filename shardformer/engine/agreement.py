@@ -55,15 +55,17 @@ class Agreement:
         self._group = group
         self._num_forwards = 0
 
-    def check(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compares this forward's inputs, and in the first forward the weights.
+    def check(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], packed: str | None = None
+    ) -> None:
+        """Compares this forward's inputs, what it is told of its samples, and in the first forward the weights.
 
         Communication: one gather of a few numbers a tensor, in the forwards that are compared.
 
         Raises:
             ValueError: on every rank of the group, where one of them has other inputs or weights.
         """
-        if not inputs_are_compared():
+        if not inputs_are_compared() or self._group.size() == 1:
             return
         # A few forwards are enough, because a loop that seeds by RANK does so from its first step.
         number, self._num_forwards = self._num_forwards, self._num_forwards + 1
@@ -76,6 +78,8 @@ class Agreement:
         # Not part of what the step computes: who records its operations or communication should not meet this.
         with _disable_current_modes(), torch.no_grad():
             mine = {f"input {name}": summarise(value) for name, value in values.items()}
+            if packed is not None:
+                mine["input run_packed's lengths"] = Summary((float(int(packed[:12], 16)),), 0.0)
             if number == 0:
                 for name, weight in model.named_parameters():
                     if is_real(weight):

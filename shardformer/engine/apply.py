@@ -32,7 +32,7 @@ from opensora_accel.precision import lift_casts
 from opensora_accel.wrapping import refuse_copy, refuse_pickle
 from shardformer.paths import children, find
 from shardformer.policy import Policy, find_policy, has_policy
-from shardformer.spread import Tokens
+from shardformer.spread import Alone, Tokens
 
 if TYPE_CHECKING:
     from shardformer.modeling import SwapReport
@@ -100,6 +100,7 @@ class _Applied:
     has_sharded_parameters: bool
     norms: SwapReport | None
     block_plans: _BlockPlans
+    tokens: Tokens | None
 
 
 def shard(
@@ -108,6 +109,7 @@ def shard(
     *,
     policy: Policy | None = None,
     norms: Literal["strict", "fast"] | None = None,
+    packed: bool = False,
     alternatives: Mapping[str, Plan] | None = None,
 ) -> ModelT:
     """The same model, run as the plan says over the registered groups; one that waits for its values gets them.
@@ -123,6 +125,7 @@ def shard(
         policy: a table for a model that `shardformer.policy` does not know.
         norms: swaps norms for lighter kernels: "strict" to the last bit of what they compute, "fast" with other
             rounding too. `shardformer.norms_of(model)` says what was done and why.
+        packed: makes the model take rows of several samples, and masks of your own (`shardformer.packing`).
         alternatives: plans under names of yours, which differ from `plan` in `checkpoint`, `offload` and `mlp_chunks`
             alone: within `run_blocks(model, name)` the blocks run so, for clips of another size, say.
 
@@ -155,11 +158,14 @@ def shard(
         if plan.tp > 1:
             with resume_recording(model):
                 _shard_tensors(model, plan, policy, undo)
-        if group is not None:
+        tokens = None
+        if group is not None or packed:
             # With all of attention, which a plan without sequence parallelism has no use for.
             from shardformer.engine.splits import spread_tokens
 
-            spread_tokens(model, plan, policy, Tokens(group), undo)
+            tokens = Tokens(Alone() if group is None else group)
+            tokens.are_packed = packed
+            spread_tokens(model, plan, policy, tokens, undo)
         _chunk_mlps(model, policy, block_plans, undo)
         _checkpoint(model, policy, block_plans, undo)
         if plan.is_sharded:
@@ -173,7 +179,8 @@ def shard(
             setattr(model, name, refuse)
             undo.callback(delattr, model, name)
         # From here on the undo belongs to the model, and leaving this block takes nothing back.
-        setattr(model, _ATTRIBUTE, _Applied(policy, undo.pop_all(), plan.is_sharded, report, block_plans))
+        applied = _Applied(policy, undo.pop_all(), plan.is_sharded, report, block_plans, tokens)
+        setattr(model, _ATTRIBUTE, applied)
     return model
 
 
@@ -182,10 +189,11 @@ def parallelize(
     plan: Plan,
     device: torch.device,
     alternatives: Mapping[str, Plan] | None = None,
+    packed: bool = False,
 ) -> tuple[nn.Module, Callable[..., Any]]:
     """The sharded model, and what to call for a prediction whose gradients are averaged over *mixed*.
 
-    `alternatives` are `shard`'s: plans that some forwards run the blocks by.
+    `alternatives` and `packed` are `shard`'s.
 
     In bf16 whole weights are the one shard of each copy: FSDP2 makes a block's bf16 weights when it runs, as it does of
     several shards, and averages fp32 gradients. So no operator's dtype depends on torch.autocast and its lists. Frozen
@@ -207,7 +215,7 @@ def parallelize(
         model.to(device)
     if plan.precision == "fp64":
         lift_casts(model)
-    shard(model, plan, alternatives=alternatives)
+    shard(model, plan, alternatives=alternatives, packed=packed)
     if not plan.averages_by_ddp:
         return model, model  # FSDP2 averages by itself, and one rank has nothing to average
     group = get_parallel_group("mixed")
@@ -291,6 +299,21 @@ def run_blocks(model: nn.Module, name: str | None) -> Iterator[None]:
             "shardformer.shard(model, plan, alternatives={...})"
         )
     with applied.block_plans.to(plans[name]):
+        yield
+
+
+@contextmanager
+def run_packed(model: nn.Module, balanced: bool, streams: Mapping[str, Any]) -> Iterator[None]:
+    """`shardformer.packing.run_packed`."""
+    applied: _Applied | None = getattr(model, _ATTRIBUTE, None)
+    if applied is None or applied.tokens is None or not applied.tokens.are_packed:
+        raise ValueError(
+            f"this {type(model).__name__} was not sharded for rows of several samples; call "
+            "shardformer.shard(model, plan, packed=True)"
+        )
+    from shardformer.engine.packed import run_packed as run
+
+    with run(model, applied.policy, applied.tokens, balanced, streams):
         yield
 
 

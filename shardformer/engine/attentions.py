@@ -24,14 +24,17 @@ from opensora_accel.attention import (
     SequenceGroups,
     gathered_attention,
     joint_attention,
+    local_attention,
     torch_attention,
     ulysses_attention,
     usp_attention,
 )
+from opensora_accel.attention.slices import AttentionSlices, Deal
 from opensora_accel.communications import gather_forward_reduce_scatter_backward, share_sizes
 from opensora_accel.experimental import call_experiments, from_experiments
 from opensora_accel.parallel_states import has_parallel_group
 from opensora_accel.plan import Plan
+from shardformer.engine.packed import refuse_masks, slices_between
 from shardformer.functions import replace_function
 from shardformer.modeling import (
     Attention,
@@ -45,8 +48,9 @@ from shardformer.modeling import (
     running_attention,
 )
 from shardformer.paths import find
-from shardformer.policy import JointAttention, Policy
-from shardformer.spread import Tokens, mark_own
+from shardformer.policy import JointAttention, PackedAttention, Policy
+from shardformer.spread import Alone, Tokens, mark_own
+from shardformer.spread.packed import deal_in_runs
 
 # q, k and v.
 Projected = tuple[Tensor, Tensor, Tensor]
@@ -64,7 +68,7 @@ def redirect_attentions(
 
     def is_traceable() -> bool:
         # A graph holds no transfer that has only begun.
-        return tokens.are_followed() and not kernels.overlaps
+        return tokens.are_followed() and not kernels.overlaps and tokens.state.packed is None
 
     for name, module, attention in _attentions(model, kernels, policy, tokens):
         tokens.attentions.append(attention)
@@ -78,10 +82,11 @@ def redirect_attentions(
 def _attentions(
     model: nn.Module, kernels: _Kernels, policy: Policy, tokens: Tokens
 ) -> Iterator[tuple[str, nn.Module, Attention]]:
+    packed = {entry.module: entry for entry in policy.packed_attention} if tokens.are_packed else {}
     for paths, make in ((policy.self_attention, _self_attention), (policy.whole_queries, _whole_queries)):
         for path in paths:
             for name, module in find(model, path):
-                yield name, module, make(tokens, kernels, name)
+                yield name, module, make(tokens, kernels, name, packed.get(path))
     for entry in policy.joint_attention:
         modules = find(model, entry.module)
         # Blocks are found in the order in which they stand in the model, and decoders are the last of them.
@@ -121,6 +126,9 @@ class _Kernels:
 
     def spread(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """q, k, v: [B, S/P, H, D] → [B, S/P, H, D]."""
+        if isinstance(self._group, Alone):
+            options = {name: options[name] for name in options.keys() - {"splits", "kv_splits"}}
+            return local_attention(q, k, v, **options)
         # Ulysses, where it is all of the plan, needs no group but the sequence group.
         if not self._has_ring:
             return self._ulysses(q, k, v, self._group, **options)
@@ -131,7 +139,9 @@ class _Kernels:
         return joint_attention(*video, *text, self._axes, **options)
 
 
-def _self_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
+def _self_attention(
+    tokens: Tokens, kernels: _Kernels, name: str, packed: PackedAttention | None
+) -> Attention:
     reader = MaskReader(name)
 
     def attention(
@@ -141,6 +151,9 @@ def _self_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
         splits = tokens.state.splits
         # Shares are known from the forward's first split, so attention exchanges no sizes.
         options = {"scale": scale, "splits": splits, "kv_splits": splits}
+        if slices_between(tokens, packed, name) is not None:
+            refuse_masks(name, mask, causal)
+            return kernels.spread(q, k, v, slices=tokens.state.deal, **options)
         if mask is None:
             return kernels.spread(q, k, v, causal=causal, **options)
         if causal:
@@ -222,7 +235,7 @@ def _decoder_attention(tokens: Tokens, kernels: _Kernels, name: str) -> Attentio
     return attention
 
 
-def _whole_queries(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
+def _whole_queries(tokens: Tokens, kernels: _Kernels, name: str, packed: PackedAttention | None) -> Attention:
     """Each rank asks for its share of the queries; what comes back is gathered."""
     reader = MaskReader(name)
 
@@ -234,20 +247,37 @@ def _whole_queries(tokens: Tokens, kernels: _Kernels, name: str) -> Attention:
             raise ValueError(f"{name} is causal, but its queries are not of the sequence of its keys")
         group, splits = tokens.group, share_sizes(q.size(1), tokens.group.size())
         own = tokens.own_range(splits)
-        keys = _extent(tokens, k.size(1), name)
-        read = reader.read(mask, q.size(0), Extent(group.rank(), splits), keys, q.device)
         kv_splits = tokens.state.splits
         # A plain slice, without communication in backward: the gradient of what every rank has is the part that passed
         # through this rank.
         share = q[:, own]
-        if read.bias is not None:
-            out = kernels.gathered(share, k, v, group, bias=read.bias, scale=scale, kv_splits=kv_splits)
+        slices = slices_between(tokens, packed, name)
+        if slices is not None:
+            refuse_masks(name, mask, causal)
+            dealt = _ask_in_order(slices, tokens, splits)
+            out = kernels.spread(share, k, v, scale=scale, splits=splits, kv_splits=kv_splits, slices=dealt)
         else:
-            out = kernels.spread(share, k, v, mask=read.keys, scale=scale, splits=splits, kv_splits=kv_splits)
-            out = _of_padding(out, read)
-        return mark_own(gather_forward_reduce_scatter_backward(out, group, 1, splits=splits), False)
+            keys = _extent(tokens, k.size(1), name)
+            read = reader.read(mask, q.size(0), Extent(group.rank(), splits), keys, q.device)
+            if read.bias is not None:
+                out = kernels.gathered(share, k, v, group, bias=read.bias, scale=scale, kv_splits=kv_splits)
+            else:
+                out = kernels.spread(
+                    share, k, v, mask=read.keys, scale=scale, splits=splits, kv_splits=kv_splits
+                )
+                out = _of_padding(out, read)
+        if group.size() > 1:
+            out = gather_forward_reduce_scatter_backward(out, group, 1, splits=splits)
+        return mark_own(out, False)
 
     return attention
+
+
+def _ask_in_order(slices: AttentionSlices, tokens: Tokens, splits: tuple[int, ...]) -> Deal:
+    """Each rank has a run of the queries, and of the keys what it was dealt."""
+    assert tokens.state.deal is not None
+    queries = Deal.in_order(slices, splits, splits).runs
+    return deal_in_runs(slices, queries, tokens.state.deal.runs)
 
 
 def _extent(tokens: Tokens, num_local: int, name: str, text_first: bool = False) -> Extent:

@@ -62,7 +62,7 @@ def sum_over_tokens(tensor: Tensor) -> Tensor:
     Communication: one all-reduce of it.
     """
     tokens = running_tokens()
-    if tokens is None or tokens.state.splits is None or tokens.state.have_ended:
+    if tokens is None or tokens.state.splits is None or tokens.state.have_ended or tokens.group.size() == 1:
         return tensor
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
     with torch._C.DisableTorchFunction():  # it is known what this is made of

@@ -32,7 +32,7 @@ def follow_forward(spread: Spread) -> None:
     def begin(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # First, as all that follows would be wrong with a part of the model that is wrapped.
         check_still_there(model, spread.hooked)
-        agreement.check(model, args, kwargs)
+        agreement.check(model, args, kwargs, None if tokens.packed is None else tokens.packed.digest)
         running.close()  # of a forward that another hook of the model ended by an error
         tokens.begin()
         running.enter_context(tokens.as_running())

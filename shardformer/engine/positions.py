@@ -76,23 +76,34 @@ def _rows(value: Any, entry: Positions, tokens: Tokens) -> Any:
         return type(value)(_rows(item, entry, tokens) for item in value)
     if not isinstance(value, Tensor):
         return value
-    own = tokens.own_range_of(value.size(entry.dim))
     with torch._C.DisableTorchFunction():  # it is known where this comes from
+        if tokens.order(value.device) is not None and value.size(entry.dim) == tokens.total():
+            return tokens.own_rows(value, entry.dim)
+        own = tokens.own_range_of(value.size(entry.dim))
         return value.narrow(entry.dim, own.start, own.stop - own.start)
 
 
 def _in_place(value: Tensor, entry: Positions, tokens: Tokens) -> Tensor:
     """As many rows as the clip has, [..., S at dim, ...]: this rank's rows where they belong, and zeros elsewhere."""
     assert tokens.state.splits is not None
-    total = sum(tokens.state.splits)
-    own = tokens.own_range(tokens.state.splits)
-    if value.size(entry.dim) != own.stop - own.start:
+    total, num_own = tokens.total(), tokens.state.splits[tokens.group.rank()]
+    if value.size(entry.dim) != num_own:
         raise ValueError(
-            f"the policy says that {entry.function} gets this rank's {own.stop - own.start} tokens along dim "
-            f"{entry.dim}, but it got {tuple(value.shape)}"
+            f"the policy says that {entry.function} gets this rank's {num_own} tokens along dim {entry.dim}, but it "
+            f"got {tuple(value.shape)}"
         )
+    order = tokens.order(value.device)
+    if order is not None:
+        # As many rows before and behind as the other ranks have, and then all where they belong.
+        first = sum(tokens.state.splits[: tokens.group.rank()])
+        return _between_zeros(value, entry.dim, first, total).index_select(entry.dim, order[1])
+    return _between_zeros(value, entry.dim, tokens.own_range(tokens.state.splits).start, total)
+
+
+def _between_zeros(value: Tensor, dim: int, start: int, total: int) -> Tensor:
+    """[..., n at dim, ...] → [..., total at dim, ...], with the rows from `start` on."""
     shape = list(value.shape)
-    shape[entry.dim] = own.start
+    shape[dim] = start
     before = value.new_zeros(shape)
-    shape[entry.dim] = total - own.stop
-    return torch.cat([before, value, value.new_zeros(shape)], entry.dim)
+    shape[dim] = total - start - value.size(dim)
+    return torch.cat([before, value, value.new_zeros(shape)], dim)

@@ -23,6 +23,7 @@ from opensora_accel.arguments import Arguments, change_at, value_at
 from opensora_accel.plan import Plan
 from shardformer.engine.attentions import redirect_attentions
 from shardformer.engine.forwards import follow_forward
+from shardformer.engine.packed import attend_to_whole_keys, check_packs, join_positions
 from shardformer.engine.positions import keep_positions
 from shardformer.engine.whole_sequences import exchange_heads
 from shardformer.paths import names_several
@@ -49,6 +50,10 @@ def spread_tokens(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, 
                     "enable_parallelism); make the model anew and leave that out"
                 )
     spread = Spread(model, tokens, undo)
+    tokens.may_be_dealt = plan.ring > 1 and not policy.whole_sequences
+    if tokens.are_packed:
+        check_packs(model, policy)
+        join_positions(spread, policy)
     # Refusals go on first, so that they raise before anything is split.
     for argument, reason in policy.refuses:
         refuse_input(spread, argument, reason)
@@ -65,6 +70,8 @@ def spread_tokens(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, 
     keep_positions(model, policy, tokens, undo)
     redirect_attentions(model, plan, policy, tokens, undo)
     exchange_heads(spread, policy)
+    if tokens.are_packed:
+        attend_to_whole_keys(spread, policy)
     follow_forward(spread)
 
 
@@ -200,14 +207,13 @@ def _split_one(tensor: Tensor, entry: SplitInput | SplitOutput, tokens: Tokens, 
     num_text = total - sum(known)
     if num_text < 0:
         raise ValueError(f"{what} has {total} tokens, fewer than the {sum(known)} of the video alone")
-    own = tokens.own_range(known)
 
     def make() -> Tensor:
         """The text is whole on every rank, and its gradient is what passed through this one."""
         sizes = [num_text, sum(known)] if entry.text == "first" else [sum(known), num_text]
         parts = list(tensor.split(sizes, entry.dim))
         at = 1 if entry.text == "first" else 0
-        parts[at] = parts[at].narrow(entry.dim, own.start, own.stop - own.start)
+        parts[at] = tokens.own_rows(parts[at], entry.dim)
         return torch.cat(parts, entry.dim)
 
     return tokens.once(tensor, (entry.dim, known, entry.text), make) if is_shared else mark_own(make())

@@ -17,6 +17,7 @@ ALLEGRO = Policy(
     ),
     gather_outputs=(GatherOutput("proj_out"),),
     self_attention=("transformer_blocks.*.attn1",),
+    unpacked="a call has one time for all of its tokens",
     blocks=(Blocks("transformer_blocks"),),
     mlps=("transformer_blocks.*.ff",),
 )

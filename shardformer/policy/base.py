@@ -161,6 +161,32 @@ class WholeSequence:
 
 
 @dataclass(frozen=True)
+class PackedAttention:
+    """An attention module, by the streams of tokens that its queries and its keys come from (`spread/packed.py`).
+
+    A stream has the name of the argument of the model's forward by which it enters.
+    """
+
+    module: str
+    queries: str
+    # By default those of the queries: self-attention.
+    keys: str = ""
+
+
+@dataclass(frozen=True)
+class PackedPositions:
+    """A module that makes positions out of a clip's shape: a row of several clips has what it returns of each.
+
+    It gets an empty tensor of each clip's shape, and what it returns is joined along `dim`.
+    """
+
+    module: str
+    # The stream that is a grid, [B, C, T, H, W], and no sequence.
+    stream: str
+    dim: int = 1
+
+
+@dataclass(frozen=True)
 class Blocks:
     """A list of repeated blocks, in the order they run, and the arguments that flow from block to block.
 
@@ -213,6 +239,11 @@ class Policy:
     # Where layers are cut for tensor parallelism.
     tensors: tuple[TensorRegion, ...] = ()
     blocks: tuple[Blocks, ...] = ()
+    # Every attention module of the model, if all else in it treats tokens one by one: then several samples may stand in
+    # one row (`shardformer.packing`). Where it does not, why not, for the error message.
+    packed_attention: tuple[PackedAttention, ...] = ()
+    packed_positions: PackedPositions | None = None
+    unpacked: str = ""
     # For a profiler, attention whose module no entry above names: its module; or, where a block calls the kernel
     # itself, the module that runs just before it and the one that runs just after, with their block's path in front.
     attention_regions: tuple[str | tuple[str, str], ...] = ()

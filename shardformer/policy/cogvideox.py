@@ -15,5 +15,6 @@ COGVIDEOX = Policy(
     ),
     gather_outputs=(GatherOutput("proj_out"),),
     joint_attention=(JointAttention("transformer_blocks.*.attn1", text="first"),),
+    unpacked="a call has one time for all of its tokens",
     blocks=(Blocks("transformer_blocks"),),
 )

@@ -13,6 +13,7 @@ EASYANIMATE = Policy(
     split_inputs=(SplitInput("transformer_blocks.0", "hidden_states"),),
     gather_outputs=(GatherOutput("proj_out"),),
     joint_attention=(JointAttention("transformer_blocks.*.attn1", text="first"),),
+    unpacked="a call has one time for all of its tokens",
     blocks=(Blocks("transformer_blocks"),),
     mlps=("transformer_blocks.*.ff",),
 )

@@ -41,6 +41,7 @@ HUNYUAN_VIDEO = Policy(
         JointAttention("transformer_blocks.*.attn", text="last"),
         JointAttention("single_transformer_blocks.*.attn", text="last"),
     ),
+    unpacked="a call has one time for all of its tokens, and reads its captions as one",
     blocks=(Blocks("transformer_blocks"), Blocks("single_transformer_blocks")),
     mlps=("transformer_blocks.*.ff",),
 )

@@ -13,6 +13,7 @@ HUNYUAN_VIDEO15 = Policy(
     split_inputs=(SplitInput("transformer_blocks.0", "hidden_states"),),
     gather_outputs=(GatherOutput("proj_out"),),
     joint_attention=(JointAttention("transformer_blocks.*.attn", text="last"),),
+    unpacked="a call has one time for all of its tokens, and reads its captions as one",
     blocks=(Blocks("transformer_blocks"),),
     mlps=("transformer_blocks.*.ff",),
 )

@@ -17,6 +17,7 @@ KANDINSKY5 = Policy(
     ),
     gather_outputs=(GatherOutput("visual_transformer_blocks.-1"),),
     self_attention=("visual_transformer_blocks.*.self_attention",),
+    unpacked="a call has one time for all of its tokens",
     blocks=(Blocks("visual_transformer_blocks", ("visual_embed",)),),
     mlps=("visual_transformer_blocks.*.feed_forward",),
     refuses=(

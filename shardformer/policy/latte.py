@@ -49,6 +49,7 @@ LATTE = Policy(
         "hidden_states timestep encoder_hidden_states encoder_attention_mask enable_temporal_attentions "
         "return_dict"
     ),
+    unpacked="it attends along time and along space by turns, for which clips have one shape",
     blocks=(Blocks("transformer_blocks", alternating=("temporal_transformer_blocks",)),),
     attention_regions=("transformer_blocks.*.attn1", "temporal_transformer_blocks.*.attn1"),
     functions=(spread_in_turn,),

@@ -5,7 +5,15 @@ And the refiner of SANA-WM, which is LTX-2's video half (`SanaWMLTX2RefinerTrans
 
 from dataclasses import replace
 
-from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, SplitOutput, WholeSequence
+from shardformer.policy.base import (
+    Blocks,
+    GatherOutput,
+    PackedAttention,
+    Policy,
+    SplitInput,
+    SplitOutput,
+    WholeSequence,
+)
 
 LTX = Policy(
     models=("LTXVideoTransformer3DModel",),
@@ -22,6 +30,10 @@ LTX = Policy(
     split_outputs=(SplitOutput("rope", indices=(0, 1)),),
     gather_outputs=(GatherOutput("proj_out"),),
     self_attention=("transformer_blocks.*.attn1",),
+    packed_attention=(
+        PackedAttention("transformer_blocks.*.attn1", "hidden_states"),
+        PackedAttention("transformer_blocks.*.attn2", "hidden_states", "encoder_hidden_states"),
+    ),
     blocks=(Blocks("transformer_blocks"),),
     mlps=("transformer_blocks.*.ff",),
 )
@@ -44,6 +56,15 @@ LTX2 = replace(
         SplitOutput("cross_attn_rope", indices=(0, 1), dim=-2),
     ),
     whole_queries=("transformer_blocks.*.video_to_audio_attn",),  # the audio is on every rank
+    packed_attention=(
+        *LTX.packed_attention,
+        PackedAttention("transformer_blocks.*.audio_attn1", "audio_hidden_states"),
+        PackedAttention(
+            "transformer_blocks.*.audio_attn2", "audio_hidden_states", "audio_encoder_hidden_states"
+        ),
+        PackedAttention("transformer_blocks.*.audio_to_video_attn", "hidden_states", "audio_hidden_states"),
+        PackedAttention("transformer_blocks.*.video_to_audio_attn", "audio_hidden_states", "hidden_states"),
+    ),
     blocks=(Blocks("transformer_blocks", ("hidden_states", "audio_hidden_states")),),
     refuses=(
         (
@@ -61,6 +82,8 @@ LTX2_VIDEOX = replace(
     arguments=LTX2.arguments.replace("video_self_attention_mask video_keyframes_mask ", ""),
     split_inputs=LTX.split_inputs,
     kernel_functions=("flash_attention",),
+    packed_attention=(),
+    unpacked="of the two classes of this name diffusers' was tried",
     refuses=(),
 )
 

@@ -1,6 +1,6 @@
 """MiniMax-H3 (diffusers `MiniMaxH3Transformer3DModel`): text, video and audio packed into one sequence."""
 
-from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, SplitOutput
+from shardformer.policy.base import Blocks, GatherOutput, PackedAttention, Policy, SplitInput, SplitOutput
 
 MINIMAX_H3 = Policy(
     models=("MiniMaxH3Transformer3DModel",),
@@ -18,6 +18,11 @@ MINIMAX_H3 = Policy(
     ),
     gather_outputs=(GatherOutput("proj_out"), GatherOutput("audio_proj_out")),
     self_attention=("transformer_blocks.*.attn",),
+    # The row that has everything has its positions for an argument.
+    packed_attention=(
+        PackedAttention("transformer_blocks.*.attn", "position_ids"),
+        PackedAttention("token_refiner.refiner_blocks.*.attn", "encoder_hidden_states"),
+    ),
     blocks=(Blocks("transformer_blocks"),),
     mlps=("transformer_blocks.*.ff",),
 )

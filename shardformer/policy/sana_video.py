@@ -57,6 +57,7 @@ SANA_VIDEO = Policy(
     ),
     linear_attention=("transformer_blocks.*.attn1",),
     gather_outputs=(GatherOutput("proj_out"),),
+    unpacked="its attention sums over all tokens, and its convolutions need the frame",
     blocks=(Blocks("transformer_blocks"),),
     functions=(spread_frames, split_timestep, exchange_frames),
     needs=("transformer_blocks.*.ff.conv_temp",),

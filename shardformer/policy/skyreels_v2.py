@@ -3,7 +3,15 @@
 Text- and image-to-video, and diffusion forcing.
 """
 
-from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, SplitOutput
+from shardformer.policy.base import (
+    Blocks,
+    GatherOutput,
+    PackedAttention,
+    PackedPositions,
+    Policy,
+    SplitInput,
+    SplitOutput,
+)
 
 SKYREELS_V2 = Policy(
     models=("SkyReelsV2Transformer3DModel",),
@@ -20,6 +28,11 @@ SKYREELS_V2 = Policy(
     # Before the output's modulation, which has all tokens there.
     gather_outputs=(GatherOutput("blocks.-1"),),
     self_attention=("blocks.*.attn1",),
+    packed_attention=(
+        PackedAttention("blocks.*.attn1", "hidden_states"),
+        PackedAttention("blocks.*.attn2", "hidden_states", "encoder_hidden_states"),
+    ),
+    packed_positions=PackedPositions("rope", "hidden_states"),
     blocks=(Blocks("blocks"),),
     mlps=("blocks.*.ffn",),
 )

@@ -5,6 +5,8 @@ from dataclasses import replace
 from shardformer.policy.base import (
     Blocks,
     GatherOutput,
+    PackedAttention,
+    PackedPositions,
     Policy,
     Positions,
     SplitInput,
@@ -29,6 +31,11 @@ WAN = Policy(
     split_inputs=(SplitInput("blocks.0", "hidden_states"),),
     gather_outputs=(GatherOutput("proj_out"),),
     self_attention=("blocks.*.attn1",),
+    packed_attention=(
+        PackedAttention("blocks.*.attn1", "hidden_states"),
+        PackedAttention("blocks.*.attn2", "hidden_states", "encoder_hidden_states"),
+    ),
+    packed_positions=PackedPositions("rope", "hidden_states"),
     blocks=(Blocks("blocks"),),
     mlps=("blocks.*.ffn",),
 )
@@ -47,6 +54,9 @@ WAN_VACE = replace(
         SplitInput("blocks.0", "hidden_states"),
     ),
     self_attention=("vace_blocks.*.attn1", "blocks.*.attn1"),
+    packed_attention=(),
+    packed_positions=None,
+    unpacked="a call has one time for all of its tokens",
     blocks=(Blocks("vace_blocks", ("control_hidden_states",)), Blocks("blocks")),
     mlps=("vace_blocks.*.ffn", "blocks.*.ffn"),
 )
@@ -66,6 +76,9 @@ WAN_ANIMATE = replace(
         "hidden_states timestep encoder_hidden_states encoder_hidden_states_image pose_hidden_states "
         "face_pixel_values motion_encode_batch_size return_dict attention_kwargs"
     ),
+    packed_attention=(),
+    packed_positions=None,
+    unpacked="its face adapter attends frame by frame",
     functions=(spread_frames,),
     needs=("face_adapter.*",),
 )

@@ -1,6 +1,15 @@
 """How a model's tokens are spread over the ranks: what is known of them in the running forward, and hooks by path."""
 
 from shardformer.spread.hooks import Spread, uncompiled
-from shardformer.spread.tokens import Tokens, is_own, local_tokens, mark_own, running_tokens
+from shardformer.spread.tokens import Alone, Tokens, is_own, local_tokens, mark_own, running_tokens
 
-__all__ = ["Spread", "Tokens", "is_own", "local_tokens", "mark_own", "running_tokens", "uncompiled"]
+__all__ = [
+    "Alone",
+    "Spread",
+    "Tokens",
+    "is_own",
+    "local_tokens",
+    "mark_own",
+    "running_tokens",
+    "uncompiled",
+]

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,10 @@ from opensora_accel.communications import (
     share_sizes,
     split_forward_gather_backward,
 )
+
+if TYPE_CHECKING:
+    from opensora_accel.attention.slices import Deal
+    from shardformer.spread.packed import Packed
 
 _running = threading.local()  # autograd recomputes on threads of its own
 # A mark that a tensor keeps as long as it lives: a cache may hold it until a later forward.
@@ -98,11 +102,24 @@ class State:
     spread: str | None = None
     # Whole sizes of a grid's dimensions.
     sizes: dict[str, int] = field(default_factory=dict)
+    # What the forward is told of who sees whom, and which rank holds what of the tokens then.
+    packed: Packed | None = None
+    deal: Deal | None = None
 
     @property
     def frames(self) -> tuple[int, ...] | None:
         """Every rank's number of frames, or of whatever else shares are whole units of."""
         return None if self.splits is None else tuple(size // self.unit for size in self.splits)
+
+
+class Alone:
+    """A sequence group of this rank alone, which may not be in any process group."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
 
 
 class Tokens:
@@ -113,9 +130,12 @@ class Tokens:
     (`check_known`).
     """
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | Alone):
+        self.group: Any = group
         self.state = State()
+        # What the next forward is told of its tokens. Whether the model may be told it, and a ring deals them out then.
+        self.packed: Packed | None = None
+        self.are_packed = self.may_be_dealt = False
         self.in_forward = False
         # Whether the model's own code knows that it has a share: `local_tokens`.
         self.were_asked_for = False
@@ -125,9 +145,36 @@ class Tokens:
         self._made: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def own_range(self, splits: tuple[int, ...]) -> slice:
-        """This rank's part of a dim with these shares: rank 1 of (3, 2, 2) has 3…4."""
+        """This rank's part of a dim with these shares: rank 1 of (3, 2, 2) has 3…4.
+
+        Raises:
+            ValueError: the tokens are dealt out, and are no run.
+        """
+        if self.state.deal is not None and splits == self.state.deal.splits and self.order("cpu") is not None:
+            raise ValueError(
+                "tokens are dealt out over a ring here, and the model counts on a run of them on each rank: say "
+                "run_packed(model, …, balanced=False)"
+            )
         rank = self.group.rank()
         return slice(sum(splits[:rank]), sum(splits[: rank + 1]))
+
+    def order(self, device: torch.device | str) -> tuple[Tensor, Tensor] | None:
+        """All tokens [S] rank by rank, and the way back, where ranks do not hold them in the sequence's order."""
+        if self.state.deal is None:
+            return None
+        from shardformer.spread.packed import order_on  # loads attention, which not every plan needs
+
+        return order_on(self.state.deal, torch.device(device))
+
+    def own_rows(self, tensor: Tensor, dim: int, start: int = 0) -> Tensor:
+        """This rank's rows of a table of all tokens, which begin at `start`: [..., S at dim, ...] → [..., S/P, ...]."""
+        splits, rank = self.state.splits, self.group.rank()
+        assert splits is not None
+        first = sum(splits[:rank])
+        order = self.order(tensor.device)
+        if order is None:
+            return tensor.narrow(dim, start + first, splits[rank])
+        return tensor.index_select(dim, order[0].narrow(0, first, splits[rank]) + start)
 
     def own_range_of(self, total: int) -> slice:
         """This rank's part of a dim that holds all tokens, or all frames, or whatever of a grid is spread.
@@ -213,6 +260,8 @@ class Tokens:
             self.check_all_have_some(num_shared, "frames", what)
         splits = share_sizes(num_shared, self.group.size())
         splits = tuple(size * self.state.unit for size in splits)
+        dealt = self._deal(total, splits, what)
+        splits = splits if dealt is None else dealt.splits
         known = self.state.splits
         if known is not None and known != splits and not self.state.have_ended:
             raise ValueError(
@@ -220,8 +269,26 @@ class Tokens:
                 "the policy splits tensors of different lengths"
             )
         if self.in_forward:  # not where another checkpoint recomputes a module that splits
-            self.state.splits, self.state.have_ended = splits, False
+            self.state.splits, self.state.have_ended, self.state.deal = splits, False, dealt
         return splits
+
+    def _deal(self, total: int, splits: tuple[int, ...], what: str) -> Deal | None:
+        """Who holds what of the tokens, where the forward is told who sees whom."""
+        packed, known = self.state.packed, self.state.deal
+        if packed is None or packed.own is None:
+            return None
+        if packed.own.num_queries != total:
+            raise ValueError(
+                f"{what} has {total} tokens, and run_packed was told of {packed.own.num_queries} in {packed.spread}"
+            )
+        if known is not None:
+            return known
+        from opensora_accel.attention.slices import Deal, deal
+
+        # Shares of whole frames stay as they are.
+        if packed.balanced and self.may_be_dealt and self.state.unit == 1:
+            return deal(packed.own, self.group.size())
+        return Deal.in_order(packed.own, splits, splits)
 
     def split(self, tensor: Tensor, dim: int, splits: tuple[int, ...], is_shared: bool) -> Tensor:
         """This rank's share: [..., S at dim, ...] → [..., S/P at dim, ...].
@@ -231,7 +298,11 @@ class Tokens:
         """
 
         def make() -> Tensor:
-            return split_forward_gather_backward(tensor, self.group, dim, "down", splits=splits)
+            if self.group.size() == 1:
+                return tensor
+            order = self.order(tensor.device) if splits == self.state.splits else None
+            in_order = tensor if order is None else tensor.index_select(dim, order[0])
+            return split_forward_gather_backward(in_order, self.group, dim, "down", splits=splits)
 
         return self.once(tensor, (dim, splits), make) if is_shared else mark_own(make())
 
@@ -251,7 +322,11 @@ class Tokens:
                 f"the policy gathers {what}, but nothing was split in this forward: the module that splits was left "
                 "out, by a cache for one; turn that off"
             )
-        return mark_own(gather_forward_split_backward(tensor, self.group, dim, "up", splits=splits), False)
+        if self.group.size() == 1:
+            return mark_own(tensor, False)
+        whole = gather_forward_split_backward(tensor, self.group, dim, "up", splits=splits)
+        order = self.order(tensor.device) if splits == self.state.splits else None
+        return mark_own(whole if order is None else whole.index_select(dim, order[1]), False)
 
     def once(self, tensor: Tensor, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
         """`make()`, but once a forward for a tensor that many blocks get: one copy, one gradient to gather."""
@@ -306,7 +381,7 @@ class Tokens:
         is_first = torch.is_grad_enabled() and not self._had_forward
         self._had_forward |= is_first
         self.state, self.in_forward, self.were_asked_for = (
-            State(is_known=True, is_first=is_first),
+            State(is_known=True, is_first=is_first, packed=self.packed),
             True,
             False,
         )

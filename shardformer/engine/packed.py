@@ -1,0 +1,214 @@
+"""Several samples in one row of a model's input, or a mask of one's own: what `run_packed` puts on a model.
+
+The row of two clips with 3 and 2 tokens goes through the model as one clip with 5 tokens. What treats tokens one by one
+need not know. Attention is told who sees whom (`spread/packed.py`), and a module that makes positions out of a clip's
+shape runs once for each of the two shapes:
+
+    rope       shapes (3, 1, 1) and (2, 1, 1)   →   positions 0 1 2 0 1, in the place of 0 1 2 3 4
+    attn1      5 queries, 5 keys                →   tokens of one clip see each other
+    attn2      5 queries, the keys of 2 captions →  tokens of a clip see its caption
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opensora_accel.attention import local_attention, torch_attention
+from opensora_accel.attention.slices import AttentionSlices
+from opensora_accel.wrapping import Forward, wrap_forward
+from shardformer.modeling import Attention, redirect_attention
+from shardformer.paths import check_argument, find
+from shardformer.policy import PackedAttention, PackedPositions, Policy
+from shardformer.spread import Spread, Tokens
+from shardformer.spread.packed import Packed, of_queries
+
+# Of a stream: every sample's number of tokens, or its shape (T, H, W), or who sees whom.
+Samples = Sequence[int] | Sequence[Sequence[int]] | AttentionSlices
+
+
+def check_packs(model: nn.Module, policy: Policy) -> None:
+    """Refuses a model whose table does not say how tokens of several samples are told apart.
+
+    Raises:
+        ValueError: it has no entries, with the reason.
+    """
+    if policy.packed_attention:
+        return
+    reason = policy.unpacked or (
+        "its table does not say which streams of tokens its attention modules take (Policy.packed_attention)"
+    )
+    raise ValueError(
+        f"{type(model).__name__} takes no rows of several samples: {reason}. Leave packed=True out, and give the model "
+        "one sample a row"
+    )
+
+
+def spread_stream(policy: Policy) -> str:
+    """The stream that is spread over the ranks."""
+    return next(entry.queries for entry in policy.packed_attention if entry.module in policy.self_attention)
+
+
+def join_positions(spread: Spread, policy: Policy) -> None:
+    """The module of positions returns those of the row's samples, which hooks behind it split."""
+    entry = policy.packed_positions
+    if entry is None:
+        return
+
+    def joined(original: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            packed = spread.tokens.state.packed
+            if packed is None or entry.module not in packed.positions:
+                return original(*args, **kwargs)
+            return packed.positions[entry.module]
+
+        return forward
+
+    for _name, module in spread.modules(entry.module):
+        spread.undo.callback(wrap_forward(module, joined))
+
+
+def attend_to_whole_keys(spread: Spread, policy: Policy) -> None:
+    """Attention to keys that every rank has whole, by the queries of a stream that is spread or is not."""
+    tokens, own = spread.tokens, spread_stream(policy)
+    for entry in policy.packed_attention:
+        for stream in filter(None, (entry.queries, entry.keys)):
+            check_argument("", spread.model, stream)
+        if entry.module in policy.attentions:
+            continue  # its keys are spread
+        for name, module in find(spread.model, entry.module):
+            attention = _attention(tokens, entry, name, own)
+            spread.undo.callback(
+                redirect_attention(
+                    module, name, attention, tokens.own_counts, tokens.total, tokens.are_followed
+                )
+            )
+
+
+def _attention(tokens: Tokens, entry: PackedAttention, name: str, own: str) -> Attention:
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None
+    ) -> Tensor:
+        """q: [B, S_q, H, D], of this rank or whole; k, v: [B, S_kv, H, D], whole → [B, S_q, H, D]."""
+        slices = slices_between(tokens, entry, name)
+        if slices is None:
+            q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+            grouped = q.size(1) != k.size(1)
+            out = torch_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+            return out.transpose(1, 2)
+        refuse_masks(name, mask, causal)
+        deal = tokens.state.deal
+        keys = entry.keys or entry.queries
+        _check_length(name, "keys", k.size(1), slices.num_keys, keys)
+        if entry.queries != own or deal is None:
+            _check_length(name, "queries", q.size(1), slices.num_queries, entry.queries)
+            return local_attention(q, k, v, scale=scale, slices=slices)
+        own_slices = of_queries(slices, deal.runs[tokens.group.rank()])
+        return local_attention(q, k, v, scale=scale, slices=own_slices)
+
+    return attention
+
+
+def _check_length(name: str, what: str, found: int, told: int, stream: str) -> None:
+    if found != told:
+        raise ValueError(f"{name} has {found} {what}, and run_packed was told of {told} in {stream}")
+
+
+def slices_between(tokens: Tokens, entry: PackedAttention | None, name: str) -> AttentionSlices | None:
+    """Who sees whom in a module, in the forward that runs; None where all see all, or the model has no such entry."""
+    if entry is None:
+        return None
+    # Of a recomputation that brought no state along it is not known whether its forward was packed.
+    tokens.check_known(name)
+    packed = tokens.state.packed
+    return None if packed is None else packed.between(entry.queries, entry.keys or entry.queries)
+
+
+def refuse_masks(name: str, mask: Any, causal: bool) -> None:
+    """Refuses a mask of the model's own beside slices, which say by themselves who sees whom.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if mask is not None or causal:
+        raise ValueError(
+            f"{name} passed {'is_causal' if mask is None else 'a mask'} within run_packed, which says by itself who "
+            "sees whom; leave the model's mask out: a row of samples has no padding"
+        )
+
+
+@contextmanager
+def run_packed(
+    model: nn.Module, policy: Policy, tokens: Tokens, balanced: bool, streams: Mapping[str, Samples]
+) -> Iterator[None]:
+    """`shardformer.packing.run_packed` of a model that was sharded for it."""
+    known = tuple(
+        dict.fromkeys(name for e in policy.packed_attention for name in (e.queries, e.keys) if name)
+    )
+    for name in streams:
+        if name not in known:
+            raise ValueError(
+                f"{type(model).__name__} has the streams {', '.join(known)}; run_packed got {name!r}"
+            )
+    lengths, masks, positions = (
+        dict[str, tuple[int, ...]](),
+        dict[str, AttentionSlices](),
+        dict[str, object](),
+    )
+    for name, samples in streams.items():
+        grid = policy.packed_positions
+        if isinstance(samples, AttentionSlices):
+            _check_square(name, samples)
+            masks[name] = samples
+        elif grid is not None and grid.stream == name:
+            lengths[name], positions[grid.module] = _of_grids(model, grid, samples)
+        else:
+            lengths[name] = _of_numbers(name, samples)
+    counts = {name: len(each) for name, each in lengths.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"every stream of a row has the same samples; run_packed got {counts} of them")
+    if lengths:
+        missing = [name for name in known if name not in streams]
+        if missing:
+            raise ValueError(
+                f"run_packed was not told the lengths of {', '.join(missing)}, which the row has too"
+            )
+    before, tokens.packed = tokens.packed, Packed(lengths, masks, spread_stream(policy), balanced, positions)
+    try:
+        yield
+    finally:
+        tokens.packed = before
+
+
+def _check_square(name: str, mask: AttentionSlices) -> None:
+    if mask.num_queries != mask.num_keys:
+        raise ValueError(f"{name} attends to itself, and its mask has other queries than keys: {mask!r}")
+
+
+def _of_numbers(name: str, samples: Sequence[Any]) -> tuple[int, ...]:
+    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in samples):
+        raise ValueError(f"run_packed takes the number of {name} of each sample; got {list(samples)}")
+    return tuple(samples)
+
+
+def _of_grids(
+    model: nn.Module, entry: PackedPositions, samples: Sequence[Any]
+) -> tuple[tuple[int, ...], object]:
+    """Every sample's number of tokens, and their positions in a row."""
+    if not all(isinstance(each, Sequence) and len(each) == 3 and min(each) > 0 for each in samples):
+        raise ValueError(
+            f"{type(model).__name__} knows a clip's positions by its shape: run_packed takes (T, H, W) of each one's "
+            f"{entry.stream}; got {list(samples)}"
+        )
+    ((_name, module),) = find(model, entry.module)
+    device = next((each.device for each in (*module.buffers(), *model.parameters())), torch.device("cpu"))
+    # Its hooks are about the row, and so is what is put around its forward, but not yet: no forward runs.
+    parts = [module.forward(torch.empty((), device=device).expand(1, 1, *shape)) for shape in samples]
+    is_single = isinstance(parts[0], Tensor)
+    columns = [[part] if is_single else list(part) for part in parts]
+    joined = tuple(torch.cat(each, entry.dim) for each in zip(*columns, strict=True))
+    return tuple(each[0].size(entry.dim) for each in columns), joined[0] if is_single else joined

@@ -1,0 +1,289 @@
+"""Rows of several samples: what each gives, and every gradient, are those of calls of their own, in fp64."""
+
+import inspect
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import shardformer
+from opensora_accel import Plan, init_parallel
+from opensora_accel.attention.slices import AttentionSlices
+from opensora_accel.precision import LiftOperations, lift_casts
+from shardformer import packing
+from tests.models import wan, wan_inputs
+from tests.shardformer.conformance import compare, in_double, of_first_rank
+from tests.tiers import PROVE, some
+from tests.tolerances import RELATIVE, relative_errors
+from tests.video_models import CASES
+from tests.video_models.rows import ROWS, Row
+from tests.video_models.skyreels_v2 import skyreels
+
+MESHES = {
+    "ulysses 2": Plan(ulysses=2),
+    "ring 2, checkpoint": Plan(ring=2, checkpoint="full", offload=1.0),
+    "ring 3": Plan(ring=3, checkpoint="selective"),
+    "ring 2 × ulysses 2": Plan(ring=2, ulysses=2),
+}
+
+
+def fp64(row: Row):
+    model = row.make().double()
+    lift_casts(model)
+    return model
+
+
+def leaves(row: Row, model):
+    samples = [in_double(sample) for sample in row.samples(model)]
+    for sample in samples:
+        for name in row.differentiated:
+            sample[name].requires_grad_()
+    return samples
+
+
+def tensors(out) -> tuple[Tensor, ...]:
+    return tuple(each for each in out if each is not None)
+
+
+def step(model, row: Row, samples, outputs):
+    """Gradients of all samples' inputs and of every parameter, of a loss in which no element is like another."""
+    generator = torch.Generator().manual_seed(2)
+    targets = [torch.randn(out.shape, dtype=out.dtype, generator=generator) for out in outputs]
+    sum((out - target).square().sum() for out, target in zip(outputs, targets, strict=True)).backward()
+    found = {f"output {i}": out.detach() for i, out in enumerate(outputs)}
+    for number, sample in enumerate(samples):
+        found |= {f"input {number} {name}": sample[name].grad for name in row.differentiated}
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    return zeros | found | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def apart(row: Row):
+    """The reference: one call for each sample, of a model that nothing was done to."""
+    model = fp64(row)
+    samples = leaves(row, model)
+    return step(model, row, samples, row.outputs([tensors(model(**s, return_dict=False)) for s in samples]))
+
+
+def in_a_row(row: Row, plan: Plan, **options):
+    model = fp64(row)
+    samples = leaves(row, model)
+    shardformer.shard(model, plan, packed=True)
+    with packing.run_packed(model, **row.streams, **options):
+        out = model(**row.join(model, samples), return_dict=False)
+    return step(model, row, samples, tensors(out))
+
+
+def errors(name, plan, **options):
+    init_parallel(plan)
+    row = ROWS[name]
+    with LiftOperations():
+        expected = of_first_rank(lambda: apart(row))
+        found = in_a_row(row, plan, **options)
+    return compare(found, expected)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_gives_what_its_samples_give(parallel_registry, name):
+    """On one device, without a process group."""
+    with LiftOperations():
+        found, expected = in_a_row(ROWS[name], Plan(checkpoint="full")), apart(ROWS[name])
+    worst = max(relative_errors(found, expected).items(), key=lambda each: each[1])
+    assert worst[1] < RELATIVE[torch.float64], worst
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=[] if (i + j) % len(MESHES) == 0 or mesh == "ring 3" else PROVE)
+        for i, name in enumerate(ROWS)
+        for j, mesh in enumerate(MESHES)
+    ],
+)
+def test_over_ranks_too(ranks, name, mesh):
+    plan = MESHES[mesh]
+    for found in ranks(plan.world_size, errors, name, plan):
+        worst = max(found, key=lambda key: found[key])
+        assert found[worst] < RELATIVE[torch.float64], worst
+
+
+class DenseMask(TorchFunctionMode):
+    """The reference of a mask: attention among `mask`'s tokens has it in the place of none."""
+
+    def __init__(self, mask: Tensor):
+        super().__init__()
+        self.mask, self.num_masked = mask, 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            bound = inspect.Signature.from_callable(reference_arguments).bind(*args, **kwargs).arguments
+            if (bound["query"].size(2), bound["key"].size(2)) == tuple(self.mask.shape):
+                self.num_masked += 1
+                return function(*args, **kwargs | {"attn_mask": self.mask})
+        return function(*args, **kwargs)
+
+
+def reference_arguments(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **_kwargs):
+    """Of torch's attention, which has no signature that Python could read."""
+
+
+# Wan's 75 tokens are 5 frames of 15.
+MASKS = {
+    "block-causal": AttentionSlices.block_causal(5, 15, block_frames=2),
+    "window and sink": AttentionSlices.block_causal(5, 15, window_frames=2, sink_frames=1),
+    "rows that see nothing": AttentionSlices(75, 75, AttentionSlices.full(40, 40).slices),
+}
+
+
+def masked_step(model, inputs, context):
+    latents = inputs["hidden_states"].clone().requires_grad_()
+    with context:
+        out = model(**inputs | {"hidden_states": latents}).sample
+    weights = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
+    (out * weights).sum().backward()
+    return {"output 0": out.detach(), "input": latents.grad} | {
+        n: p.grad for n, p in model.named_parameters()
+    }
+
+
+def masked_errors(kind, plan):
+    init_parallel(plan)
+    mask, inputs = MASKS[kind], wan_inputs()
+    dense = DenseMask(mask.dense())
+
+    def of_one_device():
+        found = masked_step(fp64(ROWS["Wan"]), inputs, dense)
+        assert dense.num_masked == 2  # in each block once
+        return found
+
+    with LiftOperations():
+        expected = of_first_rank(of_one_device)
+        model = shardformer.shard(fp64(ROWS["Wan"]), plan, packed=True)
+        found = masked_step(model, inputs, packing.run_packed(model, hidden_states=mask))
+    return compare(found, expected)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("mesh", some(["ring 3", "ulysses 2", "ring 2 × ulysses 2"]))
+def test_a_mask_of_ones_own_is_attended_by(ranks, kind, mesh):
+    plan = MESHES[mesh]
+    for found in ranks(plan.world_size, masked_errors, kind, plan):
+        worst = max(found, key=lambda key: found[key])
+        assert found[worst] < RELATIVE[torch.float64], worst
+
+
+def refused_over_ranks():
+    """Every mistake, and what is said of it; behind each the model still works."""
+    plan = Plan(ring=2)
+    init_parallel(plan)
+    rank = torch.distributed.get_rank()
+    row = ROWS["Wan"]
+    model = shardformer.shard(fp64(row), plan, packed=True)
+    inputs = row.join(model, [in_double(sample) for sample in row.samples(model)])
+    rest = {"encoder_hidden_states": row.streams["encoder_hidden_states"]}
+    grids = row.streams["hidden_states"]
+    told = {}
+
+    def refuse(kind, streams, **changed):
+        with pytest.raises(ValueError) as error, packing.run_packed(model, **streams):
+            model(**inputs | changed)
+        told[kind] = str(error.value)
+
+    # The first few forwards are compared.
+    refuse(
+        "ranks differ", {"hidden_states": grids, "encoder_hidden_states": (5, 1, 3) if rank else (4, 2, 3)}
+    )
+    refuse("left out", {"hidden_states": grids})
+    refuse("no such stream", rest | {"latents": grids})
+    refuse("other numbers", {"hidden_states": grids[:2], **rest})
+    refuse("no shapes", {"hidden_states": [18, 6, 40], **rest})
+    refuse("another length", {"hidden_states": [(3, 6, 4), (1, 4, 6), (4, 4, 8)], **rest})
+    refuse(
+        "mask of another length",
+        {"hidden_states": AttentionSlices.causal(63)},
+        **in_double(row.samples(model)[0]),
+    )
+    refuse("captions of another length", {"hidden_states": grids, "encoder_hidden_states": (5, 1, 4)})
+    with packing.run_packed(model, **row.streams):
+        assert model(**inputs).sample.isfinite().all()
+    return told
+
+
+def test_what_cannot_be_packed_is_refused_on_all_ranks(ranks):
+    first, second = ranks(2, refused_over_ranks)
+    assert first == second
+    expected = {
+        "left out": "was not told the lengths of encoder_hidden_states",
+        "no such stream": "has the streams hidden_states, encoder_hidden_states; run_packed got 'latents'",
+        "other numbers": "every stream of a row has the same samples",
+        "no shapes": "run_packed takes (T, H, W) of each one's hidden_states; got [18, 6, 40]",
+        "another length": "has 64 tokens, and run_packed was told of 56 in hidden_states",
+        "mask of another length": "has 18 tokens, and run_packed was told of 63",
+        "captions of another length": "attn2 has 9 keys, and run_packed was told of 10 in encoder_hidden_states",
+        "ranks differ": "different inputs: run_packed's lengths",
+    }
+    assert {kind for kind in expected if expected[kind] not in first[kind]} == set(), first
+
+
+def test_a_model_that_was_not_sharded_for_it_says_so(parallel_registry):
+    model = wan()
+    call = packing.run_packed(model, hidden_states=[(1, 2, 2)])
+    with pytest.raises(ValueError, match=r"shardformer.shard\(model, plan, packed=True\)"), call:
+        pass
+    shardformer.shard(model, Plan())
+    call = packing.run_packed(model, hidden_states=[(1, 2, 2)])
+    with pytest.raises(ValueError, match="was not sharded for rows"), call:
+        pass
+
+
+@pytest.mark.parametrize("name", ["HunyuanVideo 1.5", "Wan VACE", "CogVideoX", "Cosmos 3"])
+def test_a_model_whose_table_takes_no_rows_says_why(parallel_registry, name):
+    model = CASES[name].make()
+    with pytest.raises(ValueError, match=r"takes no rows of several samples: \w.* Leave packed=True out"):
+        shardformer.shard(model, Plan(), packed=True)
+    shardformer.shard(model, Plan())  # it was left as it was
+
+
+def test_a_masks_kind_of_its_own_is_refused_beside_lengths(parallel_registry):
+    """SkyReels of frames in blocks makes its own mask, which knows nothing of the row's samples."""
+    row = ROWS["SkyReels-V2, diffusion forcing"]
+    model = skyreels(num_frame_per_block=2).double()
+    shardformer.shard(model, Plan(), packed=True)
+    samples = [in_double(sample) for sample in row.samples(model)]
+    with (
+        packing.run_packed(model, **row.streams),
+        pytest.raises(ValueError, match="passed a mask within run_packed"),
+    ):
+        model(**row.join(model, samples))
+
+
+def test_without_run_packed_the_model_is_as_it_was(parallel_registry):
+    """Bit by bit, as both call torch's kernel; and after an error within it."""
+    inputs = wan_inputs()
+    expected = wan()(**inputs).sample
+    model = shardformer.shard(wan(), Plan(), packed=True)
+    assert torch.equal(model(**inputs).sample, expected)
+    with pytest.raises(RuntimeError), packing.run_packed(model, hidden_states=MASKS["block-causal"]):
+        raise RuntimeError
+    assert torch.equal(model(**inputs).sample, expected)
+    with packing.run_packed(model, hidden_states=MASKS["block-causal"]):
+        assert not torch.equal(model(**inputs).sample, expected)
+    assert torch.equal(shardformer.unshard(model)(**inputs).sample, expected)
+
+
+def test_rows_and_clips_are_each_other():
+    shapes, patch = [(2, 6, 4), (4, 4, 8)], (2, 2, 4)
+    clips = [torch.randn(3, *shape) for shape in shapes]
+    row = packing.to_row(clips, patch)
+    assert row.shape == (1, 3, sum(math.prod(shape) for shape in shapes) // 8, 2, 4)
+    assert all(map(torch.equal, packing.to_clips(row, shapes, patch), clips))
+    assert torch.equal(row[0, :, 2:4], clips[0][:, :, 2:4, :])  # the second patch stands below the first
+    with pytest.raises(ValueError, match=r"whole patches of \(2, 2, 4\); got \(3, 3, 4, 4\)"):
+        packing.to_row([torch.randn(3, 3, 4, 4)], patch)
+
+
+def test_times_of_clips_and_of_frames():
+    times = packing.per_token([0.5, torch.tensor([1.0, 2.0])], [(1, 2, 2), (2, 2, 4)], (1, 2, 2))
+    assert times.tolist() == [[0.5, 1.0, 1.0, 2.0, 2.0]]
