@@ -8,6 +8,7 @@ moment that it is shown at; references are whole pictures. A file that cannot be
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -114,6 +115,18 @@ class Batch:
     def bucket(self) -> Bucket:
         """That of all of its clips."""
         return self.clips[0].bucket
+
+
+@dataclass(frozen=True)
+class Rows:
+    """This data rank's rows of a step, each of samples one by one, and how many clips of each size all ranks have."""
+
+    rows: list[list[Batch]]
+    num_clips: Counter[Bucket]
+
+    @property
+    def files(self) -> list[str]:
+        return [file for row in self.rows for sample in row for file in sample.files]
 
 
 class VideoFolder(Dataset[Sample]):

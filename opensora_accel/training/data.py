@@ -18,7 +18,8 @@ import itertools
 import json
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from opensora_accel.training.clips import (
     Batch,
     Clip,
     Digests,
+    Rows,
     Sample,
     VideoFolder,
     clip_of,
@@ -43,6 +45,7 @@ from opensora_accel.training.clips import (
 from opensora_accel.training.entries import Entry, entries_of
 from opensora_accel.training.flow import generator
 from opensora_accel.training.ranks import any_rank, from_first_rank
+from opensora_accel.training.rows import RowSampler
 from opensora_accel.training.sampler import GlobalBatchSampler, Portion, check_divides
 from opensora_accel.training.sections import DataConfig
 from opensora_accel.training.sound import SoundShape
@@ -96,6 +99,8 @@ class ClipLoader:
         for bucket in config.sizes:
             check_divides(bucket.batch_size or data_size, data_size, f"--data.buckets {bucket}:")
         self.config, self.position = config, 0
+        # Where clips share rows: how many tokens one of each bucket has, and what it costs.
+        self._of_rows: tuple[Mapping[Bucket, int], Callable[[int], float]] | None = None
         self.quarantined: dict[str, str] = {}
         self._batches: Iterator[list[Sample]] | None = None
         self._seed, self._data_rank, self._data_size, self._group = seed, data_rank, data_size, group
@@ -211,13 +216,26 @@ class ClipLoader:
         numbers = range(self._data_rank, len(videos) + self._data_rank, self._data_size)
         return videos, [(min(number, last), number <= last) for number in numbers]
 
-    def balance(self, tokens: Mapping[Bucket, int]) -> None:
+    def balance(self, tokens: Mapping[Bucket, int], cost: Callable[[int], float] | None = None) -> None:
         """From the start of the job on, batches of each bucket have as many clips as the largest has tokens for.
 
         Args:
             tokens: of a clip of each bucket.
+            cost: of a clip of so many tokens; then clips share rows, and a step has as many rows as a batch has clips.
+
+        Raises:
+            ValueError: a clip has more tokens than a row.
         """
-        if self.config.buckets:
+        if cost is not None:
+            for bucket, size in tokens.items():
+                if size > self.config.packed_tokens:
+                    raise ValueError(
+                        f"a clip of {bucket} has {size} tokens, more than a row: set data.packed_tokens to {size} or "
+                        f"more (it is {self.config.packed_tokens})"
+                    )
+            self._of_rows = tokens, cost
+            self._begin(0, excluded=self._excluded, quarantined=self.quarantined)
+        elif self.config.buckets:
             filled = [portion.bucket for portion in self._portions]
             self._batch_sizes |= batch_sizes(tokens, self.config.batch_size, filled)
             self._begin(0, excluded=self._excluded, quarantined=self.quarantined)
@@ -253,14 +271,30 @@ class ClipLoader:
     def __iter__(self) -> ClipLoader:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Batch | Rows:
         if self._batches is None:
             self._batches = self._new_batches()
         samples = self._replace_failures(next(self._batches))
+        if self._of_rows is not None:
+            return self._rows(samples)
         # Counted when a batch is handed out. The sampler is ahead of it by what the workers have read.
         size = self._batch_sizes[self._usable[samples[0].file].bucket]
         # Where a rank's first sample is: what other data ranks hold of the batch lies before it and behind it.
         self.position = samples[0].position - self._data_rank * size // self._data_size + size
+        return self._batch(samples)
+
+    def _rows(self, samples: list[Sample]) -> Rows:
+        """The rows of the step at `position`, which these samples of this rank stand in one behind the other."""
+        sampler = self._row_sampler()
+        everyones = sampler.rows(self.position)
+        num_clips = Counter(sampler.bucket(self.position + each) for row in everyones for each in row)
+        rows, rest = [], iter(samples)
+        for row in sampler.own_rows(self.position):
+            rows.append([self._batch([sample]) for sample in itertools.islice(rest, len(row))])
+        self.position += num_clips.total()
+        return Rows(rows, num_clips)
+
+    def _batch(self, samples: list[Sample]) -> Batch:
         return Batch(
             torch.stack([sample.frames for sample in samples if sample.frames is not None]),
             [sample.caption for sample in samples],
@@ -324,6 +358,8 @@ class ClipLoader:
             # A file that has gone bad or has been repaired since is in no bucket, or in one: their orders change.
             buckets = {video.file: str(video.bucket) for video in self._usable.values()}
             content += [buckets, [(str(bucket), size) for bucket, size in self._batch_sizes.items()]]
+        if config.packed_tokens:
+            content.append([config.packed_tokens, config.batch_size])
         if config.folders:
             content.append([entry.times for entry in self.entries])
         if self._held_out:
@@ -377,10 +413,29 @@ class ClipLoader:
             )
         return iter(loader)
 
-    def _sampler(self) -> GlobalBatchSampler:
+    def _sampler(self) -> GlobalBatchSampler | RowSampler:
         """From `position` on."""
+        if self._of_rows is not None:
+            return self._row_sampler()
         sampler = GlobalBatchSampler(
             self._portions,
+            self._data_rank,
+            self._data_size,
+            self._seed,
+            substitute=self._substitute,
+        )
+        sampler.position = self.position
+        return sampler
+
+    def _row_sampler(self) -> RowSampler:
+        assert self._of_rows is not None
+        tokens, cost = self._of_rows
+        sampler = RowSampler(
+            self._portions,
+            tokens,
+            cost,
+            self.config.batch_size,
+            self.config.packed_tokens,
             self._data_rank,
             self._data_size,
             self._seed,

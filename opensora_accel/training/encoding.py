@@ -27,7 +27,7 @@ from opensora_accel.communications import gather_objects
 from opensora_accel.regions import region
 from opensora_accel.training.beside import latent_shares
 from opensora_accel.training.buckets import Bucket
-from opensora_accel.training.clips import Batch, Clip
+from opensora_accel.training.clips import Batch, Clip, Rows
 from opensora_accel.training.codec import Codec, LatentShape, build_codec
 from opensora_accel.training.conditions import (
     KINDS,
@@ -101,6 +101,14 @@ class Encoded:
         return streams
 
 
+@dataclass(frozen=True)
+class EncodedRows:
+    """This rank's rows of a step, of samples one by one, and how many samples a data rank has in the mean."""
+
+    rows: list[list[Encoded]]
+    samples_per_rank: float
+
+
 class Encoders:
     """Makes of a batch what its models take: latents, what is given of clips, and sound.
 
@@ -136,6 +144,11 @@ class Encoders:
         self.device, self.dtype = device, dtype
         # Latents [1, C, t, h, w] of a grey clip of each size that a model with a branch was asked for.
         self._grey: dict[Bucket, Tensor] = {}
+
+    def encode_rows(self, rows: Rows) -> EncodedRows:
+        """`encode` of each sample."""
+        encoded = [[self.encode(sample) for sample in row] for row in rows.rows]
+        return EncodedRows(encoded, rows.num_clips.total() / self.config.plan.data)
 
     def encode(self, batch: Batch) -> Encoded:
         """What no model is needed for, and every model takes."""

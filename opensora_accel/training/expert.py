@@ -16,19 +16,20 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from opensora_accel.communications import gather_objects
 from opensora_accel.fsdp import forget_rounding, set_last_microbatch
 from opensora_accel.profiler import explain_out_of_memory
 from opensora_accel.training.config import TrainConfig
-from opensora_accel.training.encoding import Encoded
+from opensora_accel.training.encoding import Encoded, EncodedRows
 from opensora_accel.training.objective import Objective
 from opensora_accel.training.optim import (
     EMA,
@@ -99,18 +100,27 @@ class Expert:
         """Forgets the gradients of a step that was begun."""
         self.state.optimizer.zero_grad()
 
-    def backward(self, batch: Encoded, is_last: bool) -> None:
+    def backward(self, batch: Encoded | EncodedRows, is_last: bool) -> None:
         """Adds the gradients of a batch, the last one of the step or not.
 
-        What takes a clip a call has a backward of each: of several at once, autograd would hold whole gradients of all
-        sharded parameters until the last.
+        What takes a clip or a row a call has a backward of each: of several at once, autograd would hold whole
+        gradients of all sharded parameters until the last.
         """
+        if isinstance(batch, EncodedRows):
+            self._batch_plan = self.config.plan
+            for number, row in enumerate(batch.rows):
+                loss = partial(self.objective.loss_of_row, row)
+                self._backward(
+                    loss, batch.samples_per_rank, is_last=is_last and number == len(batch.rows) - 1
+                )
+            return
         self._batch_plan = self.objective.plans.get(batch.bucket, self.config.plan)
         parts = [*batch.one_by_one()] if self.objective.recipe.packs else [batch]
         for number, part in enumerate(parts):
-            self._backward(part, len(parts), is_last=is_last and number == len(parts) - 1)
+            loss = partial(self.objective.loss, part)
+            self._backward(loss, len(parts), is_last=is_last and number == len(parts) - 1)
 
-    def _backward(self, batch: Encoded, num_parts: int, *, is_last: bool) -> None:
+    def _backward(self, part_loss: Callable[[], Tensor], num_parts: float, *, is_last: bool) -> None:
         # Whole gradients stay local until the last batch of a step; sharded ones are reduced to their shards each time.
         forward = self.objective.forward
         local: AbstractContextManager[Any] = nullcontext()
@@ -118,7 +128,7 @@ class Expert:
             local = forward.no_sync()
         set_last_microbatch(self.state.model, is_last)
         with local:
-            loss = self.objective.loss(batch) / (num_parts * self.config.optim.accumulation)
+            loss = part_loss() / (num_parts * self.config.optim.accumulation)
             loss.backward()
         self._total += loss.detach()
 

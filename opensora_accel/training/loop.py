@@ -27,10 +27,11 @@ from opensora_accel.regions import region
 from opensora_accel.training import build, configured, one_clip, summary
 from opensora_accel.training.captions import TextEncoder, TextStates
 from opensora_accel.training.classes import arguments_of
+from opensora_accel.training.clips import Rows
 from opensora_accel.training.codec import build_codec
 from opensora_accel.training.config import ProfileOptions, TrainConfig
 from opensora_accel.training.data import ClipLoader
-from opensora_accel.training.encoding import Encoded, Encoders
+from opensora_accel.training.encoding import Encoded, EncodedRows, Encoders
 from opensora_accel.training.expert import Expert
 from opensora_accel.training.kept import CaptionSource, EmbeddedCaptions, StoredCaptions, free_unused
 from opensora_accel.training.metrics import OffloadLog, Tracker, check_trackers, show_cache
@@ -39,6 +40,8 @@ from opensora_accel.training.optim import check_schedule_free, set_numbers
 from opensora_accel.training.output import COMFYUI, CONFIG, LORAS, PROFILE, SAMPLES, write_text
 from opensora_accel.training.pictures import PictureEncoder, build_picture_encoder
 from opensora_accel.training.ranks import StopRequest, any_rank, from_first_rank
+from opensora_accel.training.recipes import check_rows
+from opensora_accel.training.rows import Cost
 from opensora_accel.training.samples import STRIP, sample_clips, write_comparison
 from opensora_accel.training.saved_state import (
     FOLDER,
@@ -124,10 +127,16 @@ class Trainer:
         self.num_tokens = {
             bucket: one_clip.tokens_per_sample(shape, model) for bucket, shape in latent_shapes.items()
         }
-        self.loader.balance(self.num_tokens)
+        cost: Cost | None = None
+        if config.data.packed_tokens:
+            check_rows(config, recipe, arguments_of(model))
+            cost = Cost.of(
+                model, recipe.num_heads(arguments_of(model)), arguments_of(model)["attention_head_dim"]
+            )
+        self.loader.balance(self.num_tokens, cost)
         self.summary = summary.describe(config, model, self.num_tokens, self.loader.portions)
         plans = {str(bucket): plan for bucket, plan in config.plans.items()}
-        model, forward = parallelize(model, config.plan, self.device, plans)
+        model, forward = parallelize(model, config.plan, self.device, plans, packed=cost is not None)
         encoders = Encoders(
             first,
             recipe,
@@ -147,7 +156,7 @@ class Trainer:
         self.experts = [Expert(names[0], first, self.objective, self.saver)]
         for name, alone in zip(names[1:], others, strict=True):
             model, _ = build.build_model(alone, codec, shapes, self.dtype)
-            model, forward = parallelize(model, config.plan, self.device, plans)
+            model, forward = parallelize(model, config.plan, self.device, plans, packed=cost is not None)
             second = self.objective.add_second(alone, model, forward)
             self.experts.append(Expert(name, alone, second, self.saver))
         self._saved: tuple[int, Path] | None = None
@@ -353,7 +362,7 @@ class Trainer:
         rates = [expert.begin() for expert in self.experts]
         # A step that is given up is trained again, from here.
         position = self.loader.state_dict()
-        files, kept = list[str](), list[Encoded]()
+        files, kept = list[str](), list[Encoded | EncodedRows]()
         num_tokens, num_clips = 0, Counter[str]()
         first, *others = self.experts
         accumulation = self.config.optim.accumulation
@@ -366,10 +375,15 @@ class Trainer:
                 with region("data"):
                     batch = next(self.loader)
                 files += batch.files
-                of_all_ranks = len(batch.files) * self.config.plan.data
-                num_tokens += of_all_ranks * self.num_tokens[batch.bucket]
-                num_clips[str(batch.bucket)] += of_all_ranks
-                encoded = self.objective.encoders.encode(batch)
+                encoded: Encoded | EncodedRows
+                if isinstance(batch, Rows):
+                    counts, encoded = batch.num_clips, self.objective.encoders.encode_rows(batch)
+                else:
+                    counts = Counter({batch.bucket: len(batch.files) * self.config.plan.data})
+                    encoded = self.objective.encoders.encode(batch)
+                for bucket, count in counts.items():
+                    num_tokens += count * self.num_tokens[bucket]
+                    num_clips[str(bucket)] += count
                 if others:
                     kept.append(encoded)
                 first.backward(encoded, is_last=micro == accumulation - 1)

@@ -17,6 +17,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,21 @@ from opensora_accel.training.flow import TIMESTEPS, Stream, drop_captions, flow_
 from opensora_accel.training.kept import CaptionSource, EmbeddedCaptions
 from opensora_accel.training.recipes import Inputs, Recipe
 from shardformer import run_blocks
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Of a batch: its streams with their noise, its times [B] or [B, t], what these count, and what else is known."""
+
+    streams: list[Stream]
+    times: Tensor
+    weights: Tensor | None
+    # Arguments of `Objective.predict`.
+    known: dict[str, Any]
+
+    def noisy(self, device: torch.device) -> tuple[list[Tensor], Tensor]:
+        """The latents of each stream at these times, and the timesteps."""
+        return [stream.noisy(self.times) for stream in self.streams], self.times.to(device) * TIMESTEPS
 
 
 class Objective:
@@ -79,30 +95,46 @@ class Objective:
 
     def loss(self, batch: Encoded) -> Tensor:
         """The mean loss of this data rank's samples, a scalar."""
+        drawn = self._draw(batch)
+        predict = partial(self.predict, **drawn.known)
+        if batch.is_regularisation is not None:
+            streams = self._kept_as_it_is(drawn.streams, drawn.times, batch.is_regularisation, predict)
+            drawn = dataclasses.replace(drawn, streams=streams)
+        return flow_loss(
+            predict, drawn.streams, drawn.times, weights=drawn.weights, huber=self.config.flow.huber
+        )
+
+    def loss_of_row(self, row: Sequence[Encoded]) -> Tensor:
+        """The sum of the losses of samples that share a row, a scalar: of each what `loss` is of it alone."""
+        drawn = [self._draw(sample) for sample in row]
+        inputs, losses = [], []
+        for each in drawn:
+            noisy, timestep = each.noisy(self.device)
+            inputs.append(self.inputs(noisy, timestep, **each.known))
+        velocities = self.recipe.predict_row(self.model, self.forward, inputs)
+        for each, answer in zip(drawn, velocities, strict=True):
+            weights = None if each.weights is None else each.weights.to(self.device)
+            of_streams = zip(each.streams, answer, strict=True)
+            losses += [stream.loss(found, weights, self.config.flow.huber) for stream, found in of_streams]
+        return torch.stack(losses).sum()
+
+    def _draw(self, batch: Encoded) -> _Drawn:
+        """What follows from the seed and the samples' positions."""
         config, seed = self.config.flow, self.config.seed
         drop = partial(drop_captions, batch.captions, config.caption_drop, seed, batch.positions)
         captions = drop()
         alpha = self.time_shift(batch.bucket)
         times = self.recipe.draw_times(config, alpha, seed, batch.positions, batch.clean.size(2))
-        predict = partial(
-            self.predict,
-            bucket=batch.bucket,
-            captions=captions,
-            captions_2=drop(purpose="second caption") if self.recipe.drops_apart else captions,
-            condition=batch.condition,
-            in_place_of=batch.captions,
-        )
+        known = {
+            "bucket": batch.bucket,
+            "captions": captions,
+            "captions_2": drop(purpose="second caption") if self.recipe.drops_apart else captions,
+            "condition": batch.condition,
+            "in_place_of": batch.captions,
+        }
         sound_alpha = self.sound_alpha(batch.bucket)
         streams = batch.streams(seed, config.noise_offset, sound_alpha, self.recipe.least_noise)
-        if batch.is_regularisation is not None:
-            streams = self._kept_as_it_is(streams, times, batch.is_regularisation, predict)
-        return flow_loss(
-            predict,
-            streams,
-            times,
-            weights=self.recipe.loss_weights(config, alpha, times),
-            huber=config.huber,
-        )
+        return _Drawn(streams, times, self.recipe.loss_weights(config, alpha, times), known)
 
     def _kept_as_it_is(
         self,
@@ -148,7 +180,24 @@ class Objective:
         in_place_of: Sequence[str] | None = None,
         captions_2: Sequence[str] | None = None,
     ) -> list[Tensor]:
-        """The velocities that the model predicts, [B, C, …] of each stream.
+        """The velocities that the model predicts, [B, C, …] of each stream; arguments are those of `inputs`."""
+        inputs = self.inputs(noisy, timestep, bucket, captions, condition, guidance, in_place_of, captions_2)
+        of_bucket = str(bucket) if bucket in self.plans else None
+        with run_blocks(self.model, of_bucket) if self.plans else nullcontext():
+            return self.recipe.predict(self.forward, inputs)
+
+    def inputs(
+        self,
+        noisy: Sequence[Tensor],
+        timestep: Tensor,
+        bucket: Bucket,
+        captions: Sequence[str],
+        condition: Condition | None = None,
+        guidance: float | None = None,
+        in_place_of: Sequence[str] | None = None,
+        captions_2: Sequence[str] | None = None,
+    ) -> Inputs:
+        """What the model is called with, as the recipe takes it.
 
         Args:
             noisy: latents [B, C, …] of each stream, the clips' first.
@@ -184,7 +233,7 @@ class Objective:
         if condition is None and encoders.conditioning is not None:
             condition = encoders.condition_of_nothing(noisy[0], bucket)
         sizes = encoders.frame_rate, encoders.codec.spatial, encoders.codec.latent_frames
-        inputs = Inputs(
+        return Inputs(
             noisy[0],
             timestep,
             texts,
@@ -198,9 +247,6 @@ class Objective:
             num_tokens=lengths,
             seen=seen,
         )
-        of_bucket = str(bucket) if bucket in self.plans else None
-        with run_blocks(self.model, of_bucket) if self.plans else nullcontext():
-            return self.recipe.predict(self.forward, inputs)
 
     def _see(
         self, captions: Sequence[str], frames: Sequence[Tensor]

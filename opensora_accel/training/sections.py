@@ -65,6 +65,9 @@ class DataConfig:
     """Clips of several sizes instead, each FRAMESxHEIGHTxWIDTH, as 33x480x832; 1 frame is for images."""
     batch_size: Count = 4
     """Clips per step over all data-parallel ranks together; with buckets, of the one with the largest clips."""
+    packed_tokens: Annotated[int, Field(ge=0, le=2**31)] = 0
+    """Clips of any of data.buckets share rows of at most so many tokens, without padding; then data.batch_size counts
+    rows. 0: each step has clips of one size."""
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Decoding processes per rank; 0 decodes in the training process."""
     frame_rate: NotNegative = 0.0
@@ -72,7 +75,12 @@ class DataConfig:
     over frame_stride."""
 
     def __post_init__(self) -> None:
-        parse_buckets(self.buckets)
+        sized = [bucket for bucket in parse_buckets(self.buckets) if bucket.batch_size]
+        if sized and self.packed_tokens:
+            raise ValueError(
+                f"data.buckets says how many clips of {sized[0]} are in a batch, and with data.packed_tokens rows say "
+                f"that; write {sized[0]} alone"
+            )
         if self.num_references != 1 and not self.references:
             raise ValueError(
                 f"data.num_references ({self.num_references}) says how many pictures of data.references each file has; "

@@ -47,19 +47,24 @@ def describe(
         )
     clips = [
         f"{len(set(portion.videos))} videos in {_folders(config.data)}, clips of {portion.bucket.num_frames} × "
-        f"{portion.bucket.height} × {portion.bucket.width}, {tokens[portion.bucket]} tokens each, "
-        f"{portion.batch_size} per step"
+        f"{portion.bucket.height} × {portion.bucket.width}, {tokens[portion.bucket]} tokens each"
+        + ("" if config.data.packed_tokens else f", {portion.batch_size} per step")
         for portion in portions
     ]
     for number, portion in enumerate(portions):
         own = _settings(config.plans.get(portion.bucket, plan), plan)
         clips[number] += f", with {own}" if own else ""
-    if not config.data.buckets:
+    if not config.data.buckets and not config.data.packed_tokens:
         return "\n".join([*lines, f"data: {clips[0]}"])
     filled = {portion.bucket for portion in portions}
     empty = [str(bucket) for bucket in config.data.sizes if bucket not in filled]
     warnings = [f"no file falls into the buckets {', '.join(empty)}"] if empty else []
-    return "\n".join([*lines, "data, in each step one of", *(f"  {each}" for each in [*clips, *warnings])])
+    which = "data, in each step one of"
+    if config.data.packed_tokens:
+        which = (
+            f"data, in rows of at most {config.data.packed_tokens} tokens, {config.data.batch_size} per step"
+        )
+    return "\n".join([*lines, which, *(f"  {each}" for each in [*clips, *warnings])])
 
 
 def _num_parameters(model: nn.Module) -> int:

@@ -29,6 +29,7 @@ __all__ = [
     "SwapReport",
     "T5LayerNorm",
     "add_halo",
+    "kernels",
     "redirect_attention",
     "redirect_flash_attn",
     "redirect_linear_attention",

@@ -20,9 +20,18 @@ from opensora_accel.training.recipes import (
     wan,
 )
 from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes, patches_of
-from opensora_accel.training.recipes.checks import check_conditioning, check_recipe
+from opensora_accel.training.recipes.checks import check_conditioning, check_recipe, check_rows
 
-__all__ = ["RECIPES", "Inputs", "Recipe", "Sizes", "check_conditioning", "check_recipe", "patches_of"]
+__all__ = [
+    "RECIPES",
+    "Inputs",
+    "Recipe",
+    "Sizes",
+    "check_conditioning",
+    "check_recipe",
+    "check_rows",
+    "patches_of",
+]
 
 # By the class of the model.
 RECIPES: dict[str, Recipe] = {

@@ -30,8 +30,10 @@ from opensora_accel.training.conditions import Condition, Conditioning
 from opensora_accel.training.flow import TIMESTEPS, draw_times, loss_weights, shifted
 from opensora_accel.training.levels import NoiseLevels, as_noisy, of_noise_alone
 from opensora_accel.training.pictures import PictureStates
+from opensora_accel.training.recipes.rows import RowOf
 from opensora_accel.training.sections import FlowConfig
 from opensora_accel.training.sound import SoundShape, SoundTokens
+from shardformer.packing import run_packed
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,8 @@ class Recipe:
     published: Mapping[str, Any] = field(default_factory=dict)
     # Arguments that make the model tiny, for proofs.
     tiny: Mapping[str, Any] = field(default_factory=dict)
+    # How several samples stand in one row; None where the model takes no such rows.
+    row: RowOf | None = None
     # What is published of the same classes with other arguments.
     variants: tuple[Recipe, ...] = ()
     # Whether a variant is for a model of these arguments; without weights they are those that are given.
@@ -343,6 +347,27 @@ class Recipe:
         calls = [*inputs.one_by_one()] if self.packs else [inputs]
         found = [self._velocities(forward(**self.arguments(each)), each) for each in calls]
         return found[0] if len(found) == 1 else [torch.cat(stream) for stream in zip(*found, strict=True)]
+
+    def predict_row(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Sequence[Tensor] | Tensor],
+        samples: Sequence[Inputs],
+    ) -> list[list[Tensor]]:
+        """The velocities of several samples, [1, C, …] each, of one call of the model for all of them.
+
+        Args:
+            model: the sharded one, whose `forward` is called, or what averages its gradients.
+        """
+        assert self.row is not None
+        samples = [next(each.one_by_one()) if each.num_tokens else each for each in samples]
+        calls = [self.arguments(each) for each in samples]
+        arguments, streams = self.row.join(model, calls)
+        with run_packed(model, **streams):
+            answers = forward(**arguments)
+        answers = [answers] if isinstance(answers, Tensor) else answers
+        parts = self.row.part(model, answers, calls)
+        return [self._velocities(part, each) for part, each in zip(parts, samples, strict=True)]
 
     def _velocities(self, answers: Sequence[Tensor] | Tensor, inputs: Inputs) -> list[Tensor]:
         # Some give their answer by itself.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,40 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
         _check_levels(family, config)
         _check_shift(config)
     _check_times(config)
+
+
+def check_rows(config: TrainConfig, recipe: Recipe, arguments: Mapping[str, Any]) -> None:
+    """Checks a run whose clips share rows.
+
+    Args:
+        arguments: those that the model was made with.
+
+    Raises:
+        ValueError: the model takes no such rows, or something of the run has no place in them.
+    """
+    family = recipe.models[0]
+    if recipe.row is None:
+        from opensora_accel.training.recipes import RECIPES
+
+        with_rows = ", ".join(name for name, each in RECIPES.items() if each.row is not None)
+        raise ValueError(
+            f"a call of {family} takes clips of one size, and no rows of several (data.packed_tokens); leave that out, "
+            f"or train one of {with_rows}"
+        )
+    told = recipe.row.refuses(config, arguments)
+    if told:
+        raise ValueError(f"rows of several clips (data.packed_tokens) of {family} have no {told}")
+    if config.optim.accumulation > 1:
+        raise ValueError(
+            "the rows of a data rank run one after another, so that data.batch_size says how many gradients are added "
+            f"up: multiply it by optim.accumulation ({config.optim.accumulation}), and leave that out"
+        )
+    if config.plans:
+        raise ValueError("a row has clips of several buckets, which bucket_plans tells apart; leave it out")
+    if config.data.regularisation:
+        raise ValueError(
+            "clips of data.regularisation are asked for twice, which rows are not; leave it out, or data.packed_tokens"
+        )
 
 
 def _check_given(family: str, recipe: Recipe, config: TrainConfig) -> None:

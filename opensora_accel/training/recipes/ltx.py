@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opensora_accel.training.captions import TextStates
 from opensora_accel.training.conditions import Conditioning
 from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes, even_times
+from opensora_accel.training.recipes.rows import Arguments, RowOf, joined, lengths, part_tokens, per_token
 
 # How much noise is left before the last step of a sample: its scheduler's `shift_terminal`.
 _LAST = 0.1
@@ -41,6 +43,35 @@ def _derive(sizes: Sizes) -> dict[str, Any]:
     }
 
 
+def _join(_model: nn.Module, calls: Sequence[Arguments]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A row is told where its tokens lie, in seconds and pixels, in the place of how many there are along each side."""
+    placed = [
+        {
+            **call,
+            "timestep": per_token(call["timestep"], call["hidden_states"].size(1)),
+            "video_coords": _places(call),
+        }
+        for call in calls
+    ]
+    row = joined(placed, {"hidden_states": 1, "encoder_hidden_states": 1, "timestep": 1, "video_coords": 2})
+    streams = {name: lengths(calls, name) for name in ("hidden_states", "encoder_hidden_states")}
+    none = dict.fromkeys(("num_frames", "height", "width", "encoder_attention_mask"))
+    return row | none | {"return_dict": False}, streams
+
+
+def _places(call: Arguments) -> Tensor:
+    """[1, 3, S]: as the model makes them of a clip's sizes."""
+    device = call["hidden_states"].device
+    sides = [
+        torch.arange(call[name], dtype=torch.float32, device=device)
+        for name in ("num_frames", "height", "width")
+    ]
+    grid = torch.stack(torch.meshgrid(*sides, indexing="ij")).flatten(1)
+    return torch.stack(
+        [of_side * scale for of_side, scale in zip(grid, call["rope_interpolation_scale"], strict=True)]
+    )[None]
+
+
 RECIPE = Recipe(
     models=("LTXVideoTransformer3DModel",),
     pipeline="LTXPipeline",
@@ -54,6 +85,7 @@ RECIPE = Recipe(
         "rope_interpolation_scale": _scales,
     },
     derive=_derive,
+    row=RowOf(_join, part_tokens("hidden_states")),
     layout="tokens",
     frames=(Conditioning("latents"),),
     text=(TextStates(masked=False),),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from opensora_accel.training.captions import TextStates
 from opensora_accel.training.conditions import Conditioning
 from opensora_accel.training.recipes import ltx
 from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes
+from opensora_accel.training.recipes.rows import Arguments, RowOf, joined, lengths, part_tokens, per_token
 from opensora_accel.training.sound import SoundShape, SoundTokens
 
 # A token has all numbers of a position: [B, C, L, M] → [B, L, C · M].
@@ -82,6 +83,49 @@ def _check(sizes: Sizes) -> None:
         )
 
 
+_STREAMS = (
+    "hidden_states",
+    "audio_hidden_states",
+    "encoder_hidden_states",
+    "audio_encoder_hidden_states",
+)
+
+
+def _join(model: Any, calls: Sequence[Arguments]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A row is told where its tokens lie. Clip and sound have one time, so that each takes its own tokens' (and not,
+    by `use_cross_timestep`, the other's, of which there are other numbers of tokens). Captions are modulated by the
+    time of their clip."""
+    placed = []
+    for call in calls:
+        device, time = call["hidden_states"].device, call["sigma"]
+        counts = {name: call[name].size(1) for name in _STREAMS}
+        placed.append(
+            {
+                **call,
+                "timestep": per_token(call["timestep"], counts["hidden_states"]),
+                "audio_timestep": per_token(time, counts["audio_hidden_states"]),
+                "sigma": per_token(time, counts["encoder_hidden_states"]),
+                "audio_sigma": per_token(time, counts["audio_encoder_hidden_states"]),
+                "video_coords": model.rope.prepare_video_coords(
+                    1, call["num_frames"], call["height"], call["width"], device, fps=call["fps"]
+                ),
+                "audio_coords": model.audio_rope.prepare_audio_coords(1, call["audio_num_frames"], device),
+            }
+        )
+    times = ("timestep", "audio_timestep", "sigma", "audio_sigma")
+    row = joined(placed, dict.fromkeys((*_STREAMS, *times), 1) | {"video_coords": 2, "audio_coords": 2})
+    return (
+        row | {"use_cross_timestep": False, "return_dict": False},
+        {name: lengths(calls, name) for name in _STREAMS},
+    )
+
+
+def _refuses(config: Any, _arguments: Arguments) -> str:
+    if config.conditions.are_used:
+        return "conditions: frames that are given have another time than their sound, which a row's tokens are not told"
+    return ""
+
+
 RECIPE = Recipe(
     models=("LTX2VideoTransformer3DModel",),
     pipeline="LTX2Pipeline",
@@ -104,6 +148,7 @@ RECIPE = Recipe(
     },
     derive=_derive,
     check=_check,
+    row=RowOf(_join, part_tokens("hidden_states", "audio_hidden_states"), _refuses),
     layout="tokens",
     frames=(Conditioning("latents"),),
     text=(

@@ -25,15 +25,18 @@ therefore takes one clip.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opensora_accel.training.captions import TextStates
 from opensora_accel.training.conditions import Conditioning
 from opensora_accel.training.flow import TIMESTEPS, shifted
 from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes
+from opensora_accel.training.recipes.rows import Arguments, RowOf, joined, lengths, part_tokens
 from opensora_accel.training.sound import SoundShape, SoundTokens
 
 # How long a second is among the places, and a side of a square clip.
@@ -151,6 +154,26 @@ def _places(inputs: Inputs) -> Tensor:
     return torch.cat([places(numbers(length), zero, zero), *given, *channels, clip])
 
 
+def _join(_model: nn.Module, calls: Sequence[Arguments]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A row of rows: numbers of rows and of times are counted on from clip to clip."""
+    counts = [len(call["token_tags"]) for call in calls]
+    num_times = [len(call["timestep"]) for call in calls]
+    moved = [
+        {
+            **call,
+            "timestep_indices": call["timestep_indices"] + first_time,
+            **{name: call[name] + first for name in ("text_indices", "audio_indices", "video_indices")},
+        }
+        for call, first, first_time in zip(
+            calls, accumulate(counts, initial=0), accumulate(num_times, initial=0), strict=False
+        )
+    ]
+    states = {name: 1 for name in ("hidden_states", "audio_hidden_states", "encoder_hidden_states")}
+    row = joined(moved, {name: states.get(name, 0) for name in calls[0] if name != "return_dict"})
+    streams = {"position_ids": counts, "encoder_hidden_states": lengths(calls, "encoder_hidden_states")}
+    return row | {"return_dict": False}, streams
+
+
 def _derive(sizes: Sizes) -> dict[str, Any]:
     assert sizes.sound is not None
     return {
@@ -176,6 +199,7 @@ RECIPE = Recipe(
         "video_indices": lambda inputs: _rows(inputs, 1, 3),
     },
     derive=_derive,
+    row=RowOf(_join, part_tokens("hidden_states", "audio_hidden_states")),
     layout="tokens",
     sign=-1.0,
     text=(

@@ -6,12 +6,19 @@ Source: diffusers, WanPipeline, WanVACEPipeline and SkyReelsV2DiffusionForcingPi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
+from torch import Tensor, nn
+
+from opensora_accel.training.classes import arguments_of
 from opensora_accel.training.conditions import Conditioning
 from opensora_accel.training.pictures import PictureStates
-from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes
+from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes, patches_of
+from opensora_accel.training.recipes.rows import Arguments, RowOf, joined, lengths, per_token
+from shardformer import packing
 
 
 def _derive(sizes: Sizes) -> dict[str, Any]:
@@ -26,6 +33,35 @@ def _derive(sizes: Sizes) -> dict[str, Any]:
     }
 
 
+def _join(model: nn.Module, calls: Sequence[Arguments]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A row of patches, each token with its time."""
+    patch, shapes = patches_of(arguments_of(model)), _shapes(calls)
+    tokens = [prod(shape) // prod(patch) for shape in shapes]
+    times = [per_token(call["timestep"], count) for call, count in zip(calls, tokens, strict=True)]
+    constant = {"return_dict", "enable_diffusion_forcing"} & calls[0].keys()
+    row = {name: calls[0][name] for name in constant} | joined(calls, {"encoder_hidden_states": 1})
+    row["hidden_states"] = packing.to_row([call["hidden_states"].squeeze(0) for call in calls], patch)
+    row["timestep"] = joined([{"timestep": each} for each in times], {"timestep": 1})["timestep"]
+    return row, {"hidden_states": shapes, "encoder_hidden_states": lengths(calls, "encoder_hidden_states")}
+
+
+def _part(model: nn.Module, answers: Sequence[Tensor], calls: Sequence[Arguments]) -> list[list[Tensor]]:
+    clips = packing.to_clips(answers[0], _shapes(calls), patches_of(arguments_of(model)))
+    return [[clip.unsqueeze(0)] for clip in clips]
+
+
+def _shapes(calls: Sequence[Arguments]) -> list[tuple[int, int, int]]:
+    return [tuple(call["hidden_states"].shape[2:]) for call in calls]
+
+
+def _refuses(config: Any, _arguments: Arguments) -> str:
+    if config.image.is_used:
+        return (
+            "image.path: the states of a picture have no place of their own among those of a row's captions"
+        )
+    return ""
+
+
 RECIPE = Recipe(
     models=("WanTransformer3DModel",),
     pipeline="WanPipeline",
@@ -35,6 +71,7 @@ RECIPE = Recipe(
         "encoder_hidden_states_image": "pictures",
     },
     derive=_derive,
+    row=RowOf(_join, _part, _refuses),
     # The last 512 of all tokens are the text's, and the others the picture's.
     pictures=PictureStates(text_length=512),
     frames=(
@@ -73,6 +110,7 @@ VACE = replace(
     pipeline="WanVACEPipeline",
     call={"timestep": "timestep", "encoder_hidden_states": "text", "control_hidden_states": "apart"},
     derive=_derive_vace,
+    row=None,
     pictures=None,
     frames=(Conditioning("branch", others="grey", always=True),),
     tiny=dict(RECIPE.tiny) | {"vace_layers": [0, 1]},
@@ -82,6 +120,16 @@ VACE = replace(
 def _is_forced(inputs: Inputs) -> bool | None:
     """Whether latent frames have times of their own; None where they have not."""
     return inputs.frame_timestep.dim() == 2 or None
+
+
+def _refuses_unforced(config: Any, arguments: Arguments) -> str:
+    if not config.flow.is_forced:
+        return "flow.diffusion_forcing none: without it a call of this model has one time for all tokens"
+    if (arguments.get("num_frame_per_block") or 1) > 1:
+        return "num_frame_per_block: the model's own mask of blocks knows nothing of a row's clips"
+    if arguments.get("inject_sample_info"):
+        return "inject_sample_info: the frame rate is told once for each clip, not for each token"
+    return _refuses(config, arguments)
 
 
 def _fps(inputs: Inputs) -> list[int] | None:
@@ -96,6 +144,7 @@ SKYREELS_V2 = replace(
     RECIPE,
     models=("SkyReelsV2Transformer3DModel",),
     pipeline="SkyReelsV2DiffusionForcingPipeline",
+    row=RowOf(_join, _part, _refuses_unforced),
     call=dict(RECIPE.call)
     | {"timestep": "frame_timestep", "enable_diffusion_forcing": _is_forced, "fps": _fps},
     takes_forcing=True,
