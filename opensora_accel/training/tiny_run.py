@@ -104,6 +104,8 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         height=24,
         width=40,
         buckets=(),
+        # Rows of several clips, where the run has rows.
+        packed_tokens=640 if config.data.packed_tokens else 0,
         batch_size=4,
         num_workers=0,
         frame_rate=0.0,
