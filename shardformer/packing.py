@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from opensora_accel.attention.slices import AttentionSlices
+    from opensora_accel.attention import slices
 
 __all__ = ["per_token", "run_packed", "to_clips", "to_row"]
 
@@ -41,7 +41,7 @@ def run_packed(
     model: nn.Module,
     *,
     balanced: bool = True,
-    **streams: Sequence[int] | Sequence[Shape] | AttentionSlices,
+    **streams: Sequence[int] | Sequence[Shape] | slices.AttentionSlices,
 ) -> Iterator[None]:
     """Within it the model's input is a row of several samples. It goes around the forward; backward may come later.
 

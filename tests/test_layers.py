@@ -37,7 +37,7 @@ TOOLS = [
 ]
 LIBRARY = [
     {"shardformer.policy.t5_encoder"},
-    {"shardformer.colossalai"},
+    {"shardformer.colossalai", "shardformer.packing"},
     {"shardformer.engine"},
     {"shardformer.clipping", "shardformer.lora", "shardformer.comfyui"},
     {"shardformer.tensor_parallel"},

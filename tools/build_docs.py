@@ -33,6 +33,7 @@ CONTENTS = {
             "sharded_parameters",
             "tensor_parallel",
             "policies",
+            "packing",
             "norms",
             "collectives",
         ),

@@ -25,11 +25,11 @@ from opensora_accel.attention import (
     gathered_attention,
     joint_attention,
     local_attention,
+    slices,
     torch_attention,
     ulysses_attention,
     usp_attention,
 )
-from opensora_accel.attention.slices import AttentionSlices, Deal
 from opensora_accel.communications import gather_forward_reduce_scatter_backward, share_sizes
 from opensora_accel.experimental import call_experiments, from_experiments
 from opensora_accel.parallel_states import has_parallel_group
@@ -49,8 +49,7 @@ from shardformer.modeling import (
 )
 from shardformer.paths import find
 from shardformer.policy import JointAttention, PackedAttention, Policy
-from shardformer.spread import Alone, Tokens, mark_own
-from shardformer.spread.packed import deal_in_runs
+from shardformer.spread import Alone, Tokens, mark_own, streams
 
 # q, k and v.
 Projected = tuple[Tensor, Tensor, Tensor]
@@ -251,10 +250,10 @@ def _whole_queries(tokens: Tokens, kernels: _Kernels, name: str, packed: PackedA
         # A plain slice, without communication in backward: the gradient of what every rank has is the part that passed
         # through this rank.
         share = q[:, own]
-        slices = slices_between(tokens, packed, name)
-        if slices is not None:
+        seen = slices_between(tokens, packed, name)
+        if seen is not None:
             refuse_masks(name, mask, causal)
-            dealt = _ask_in_order(slices, tokens, splits)
+            dealt = _ask_in_order(seen, tokens, splits)
             out = kernels.spread(share, k, v, scale=scale, splits=splits, kv_splits=kv_splits, slices=dealt)
         else:
             keys = _extent(tokens, k.size(1), name)
@@ -273,11 +272,11 @@ def _whole_queries(tokens: Tokens, kernels: _Kernels, name: str, packed: PackedA
     return attention
 
 
-def _ask_in_order(slices: AttentionSlices, tokens: Tokens, splits: tuple[int, ...]) -> Deal:
+def _ask_in_order(seen: slices.AttentionSlices, tokens: Tokens, splits: tuple[int, ...]) -> slices.Deal:
     """Each rank has a run of the queries, and of the keys what it was dealt."""
     assert tokens.state.deal is not None
-    queries = Deal.in_order(slices, splits, splits).runs
-    return deal_in_runs(slices, queries, tokens.state.deal.runs)
+    queries = slices.Deal.in_order(seen, splits, splits).runs
+    return streams.deal_in_runs(seen, queries, tokens.state.deal.runs)
 
 
 def _extent(tokens: Tokens, num_local: int, name: str, text_first: bool = False) -> Extent:

@@ -1,7 +1,7 @@
 """Several samples in one row of a model's input, or a mask of one's own: what `run_packed` puts on a model.
 
 The row of two clips with 3 and 2 tokens goes through the model as one clip with 5 tokens. What treats tokens one by one
-need not know. Attention is told who sees whom (`spread/packed.py`), and a module that makes positions out of a clip's
+need not know. Attention is told who sees whom (`spread/streams.py`), and a module that makes positions out of a clip's
 shape runs once for each of the two shapes:
 
     rope       shapes (3, 1, 1) and (2, 1, 1)   →   positions 0 1 2 0 1, in the place of 0 1 2 3 4
@@ -18,17 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opensora_accel.attention import local_attention, torch_attention
-from opensora_accel.attention.slices import AttentionSlices
+from opensora_accel.attention import local_attention, slices, torch_attention
 from opensora_accel.wrapping import Forward, wrap_forward
 from shardformer.modeling import Attention, redirect_attention
 from shardformer.paths import check_argument, find
 from shardformer.policy import PackedAttention, PackedPositions, Policy
-from shardformer.spread import Spread, Tokens
-from shardformer.spread.packed import Packed, of_queries
+from shardformer.spread import Spread, Tokens, streams
 
 # Of a stream: every sample's number of tokens, or its shape (T, H, W), or who sees whom.
-Samples = Sequence[int] | Sequence[Sequence[int]] | AttentionSlices
+Samples = Sequence[int] | Sequence[Sequence[int]] | slices.AttentionSlices
 
 
 def check_packs(model: nn.Module, policy: Policy) -> None:
@@ -94,8 +92,8 @@ def _attention(tokens: Tokens, entry: PackedAttention, name: str, own: str) -> A
         q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None
     ) -> Tensor:
         """q: [B, S_q, H, D], of this rank or whole; k, v: [B, S_kv, H, D], whole → [B, S_q, H, D]."""
-        slices = slices_between(tokens, entry, name)
-        if slices is None:
+        seen = slices_between(tokens, entry, name)
+        if seen is None:
             q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
             grouped = q.size(1) != k.size(1)
             out = torch_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
@@ -103,12 +101,12 @@ def _attention(tokens: Tokens, entry: PackedAttention, name: str, own: str) -> A
         refuse_masks(name, mask, causal)
         deal = tokens.state.deal
         keys = entry.keys or entry.queries
-        _check_length(name, "keys", k.size(1), slices.num_keys, keys)
+        _check_length(name, "keys", k.size(1), seen.num_keys, keys)
         if entry.queries != own or deal is None:
-            _check_length(name, "queries", q.size(1), slices.num_queries, entry.queries)
-            return local_attention(q, k, v, scale=scale, slices=slices)
-        own_slices = of_queries(slices, deal.runs[tokens.group.rank()])
-        return local_attention(q, k, v, scale=scale, slices=own_slices)
+            _check_length(name, "queries", q.size(1), seen.num_queries, entry.queries)
+            return local_attention(q, k, v, scale=scale, slices=seen)
+        own_seen = streams.of_queries(seen, deal.runs[tokens.group.rank()])
+        return local_attention(q, k, v, scale=scale, slices=own_seen)
 
     return attention
 
@@ -118,7 +116,7 @@ def _check_length(name: str, what: str, found: int, told: int, stream: str) -> N
         raise ValueError(f"{name} has {found} {what}, and run_packed was told of {told} in {stream}")
 
 
-def slices_between(tokens: Tokens, entry: PackedAttention | None, name: str) -> AttentionSlices | None:
+def slices_between(tokens: Tokens, entry: PackedAttention | None, name: str) -> slices.AttentionSlices | None:
     """Who sees whom in a module, in the forward that runs; None where all see all, or the model has no such entry."""
     if entry is None:
         return None
@@ -143,25 +141,25 @@ def refuse_masks(name: str, mask: Any, causal: bool) -> None:
 
 @contextmanager
 def run_packed(
-    model: nn.Module, policy: Policy, tokens: Tokens, balanced: bool, streams: Mapping[str, Samples]
+    model: nn.Module, policy: Policy, tokens: Tokens, balanced: bool, told: Mapping[str, Samples]
 ) -> Iterator[None]:
     """`shardformer.packing.run_packed` of a model that was sharded for it."""
     known = tuple(
         dict.fromkeys(name for e in policy.packed_attention for name in (e.queries, e.keys) if name)
     )
-    for name in streams:
+    for name in told:
         if name not in known:
             raise ValueError(
                 f"{type(model).__name__} has the streams {', '.join(known)}; run_packed got {name!r}"
             )
     lengths, masks, positions = (
         dict[str, tuple[int, ...]](),
-        dict[str, AttentionSlices](),
+        dict[str, slices.AttentionSlices](),
         dict[str, object](),
     )
-    for name, samples in streams.items():
+    for name, samples in told.items():
         grid = policy.packed_positions
-        if isinstance(samples, AttentionSlices):
+        if isinstance(samples, slices.AttentionSlices):
             _check_square(name, samples)
             masks[name] = samples
         elif grid is not None and grid.stream == name:
@@ -172,19 +170,22 @@ def run_packed(
     if len(set(counts.values())) > 1:
         raise ValueError(f"every stream of a row has the same samples; run_packed got {counts} of them")
     if lengths:
-        missing = [name for name in known if name not in streams]
+        missing = [name for name in known if name not in told]
         if missing:
             raise ValueError(
                 f"run_packed was not told the lengths of {', '.join(missing)}, which the row has too"
             )
-    before, tokens.packed = tokens.packed, Packed(lengths, masks, spread_stream(policy), balanced, positions)
+    before, tokens.packed = (
+        tokens.packed,
+        streams.Packed(lengths, masks, spread_stream(policy), balanced, positions),
+    )
     try:
         yield
     finally:
         tokens.packed = before
 
 
-def _check_square(name: str, mask: AttentionSlices) -> None:
+def _check_square(name: str, mask: slices.AttentionSlices) -> None:
     if mask.num_queries != mask.num_keys:
         raise ValueError(f"{name} attends to itself, and its mask has other queries than keys: {mask!r}")
 

@@ -162,7 +162,7 @@ class WholeSequence:
 
 @dataclass(frozen=True)
 class PackedAttention:
-    """An attention module, by the streams of tokens that its queries and its keys come from (`spread/packed.py`).
+    """An attention module, by the streams of tokens that its queries and its keys come from (`spread/streams.py`).
 
     A stream has the name of the argument of the model's forward by which it enters.
     """

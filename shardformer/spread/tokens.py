@@ -34,8 +34,8 @@ from opensora_accel.communications import (
 )
 
 if TYPE_CHECKING:
-    from opensora_accel.attention.slices import Deal
-    from shardformer.spread.packed import Packed
+    from opensora_accel.attention import slices
+    from shardformer.spread.streams import Packed
 
 _running = threading.local()  # autograd recomputes on threads of its own
 # A mark that a tensor keeps as long as it lives: a cache may hold it until a later forward.
@@ -104,7 +104,7 @@ class State:
     sizes: dict[str, int] = field(default_factory=dict)
     # What the forward is told of who sees whom, and which rank holds what of the tokens then.
     packed: Packed | None = None
-    deal: Deal | None = None
+    deal: slices.Deal | None = None
 
     @property
     def frames(self) -> tuple[int, ...] | None:
@@ -162,7 +162,7 @@ class Tokens:
         """All tokens [S] rank by rank, and the way back, where ranks do not hold them in the sequence's order."""
         if self.state.deal is None:
             return None
-        from shardformer.spread.packed import order_on  # loads attention, which not every plan needs
+        from shardformer.spread.streams import order_on  # loads attention, which not every plan needs
 
         return order_on(self.state.deal, torch.device(device))
 
@@ -272,7 +272,7 @@ class Tokens:
             self.state.splits, self.state.have_ended, self.state.deal = splits, False, dealt
         return splits
 
-    def _deal(self, total: int, splits: tuple[int, ...], what: str) -> Deal | None:
+    def _deal(self, total: int, splits: tuple[int, ...], what: str) -> slices.Deal | None:
         """Who holds what of the tokens, where the forward is told who sees whom."""
         packed, known = self.state.packed, self.state.deal
         if packed is None or packed.own is None:
@@ -283,12 +283,12 @@ class Tokens:
             )
         if known is not None:
             return known
-        from opensora_accel.attention.slices import Deal, deal
+        from opensora_accel.attention import slices
 
         # Shares of whole frames stay as they are.
         if packed.balanced and self.may_be_dealt and self.state.unit == 1:
-            return deal(packed.own, self.group.size())
-        return Deal.in_order(packed.own, splits, splits)
+            return slices.deal(packed.own, self.group.size())
+        return slices.Deal.in_order(packed.own, splits, splits)
 
     def split(self, tensor: Tensor, dim: int, splits: tuple[int, ...], is_shared: bool) -> Tensor:
         """This rank's share: [..., S at dim, ...] → [..., S/P at dim, ...].

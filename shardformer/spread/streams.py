@@ -24,7 +24,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from opensora_accel.attention.slices import AttentionSlices, Deal
+from opensora_accel.attention import slices
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,17 +40,17 @@ class Packed:
     """
 
     lengths: Mapping[str, tuple[int, ...]]
-    masks: Mapping[str, AttentionSlices]
+    masks: Mapping[str, slices.AttentionSlices]
     spread: str
     balanced: bool = True
     positions: Mapping[str, object] = field(default_factory=dict)
 
     @cached_property
-    def own(self) -> AttentionSlices | None:
+    def own(self) -> slices.AttentionSlices | None:
         """Who sees whom in the stream that is spread; None where all do."""
         return self.between(self.spread, self.spread)
 
-    def between(self, queries: str, keys: str) -> AttentionSlices | None:
+    def between(self, queries: str, keys: str) -> slices.AttentionSlices | None:
         """Which keys the queries of a stream see in another one, or in their own; None where it is all of them."""
         if queries == keys and queries in self.masks:
             return self.masks[queries]
@@ -67,28 +67,28 @@ class Packed:
 
 
 @lru_cache(maxsize=256)
-def _packed(lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> AttentionSlices:
+def _packed(lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> slices.AttentionSlices:
     """One object for equal lengths: each layer asks for it."""
-    return AttentionSlices.packed(lengths, kv_lengths)
+    return slices.AttentionSlices.packed(lengths, kv_lengths)
 
 
 @lru_cache(maxsize=256)
 def deal_in_runs(
-    mask: AttentionSlices, runs: tuple[tuple[range, ...], ...], kv_runs: tuple[tuple[range, ...], ...]
-) -> Deal:
+    mask: slices.AttentionSlices, runs: tuple[tuple[range, ...], ...], kv_runs: tuple[tuple[range, ...], ...]
+) -> slices.Deal:
     """The ranks' queries and keys as they hold them; every layer asks for the same."""
-    return Deal(mask, runs, kv_runs)
+    return slices.Deal(mask, runs, kv_runs)
 
 
 @lru_cache(maxsize=256)
-def of_queries(mask: AttentionSlices, runs: tuple[range, ...]) -> AttentionSlices:
+def of_queries(mask: slices.AttentionSlices, runs: tuple[range, ...]) -> slices.AttentionSlices:
     """What these queries see, one run behind the other, of all keys."""
-    seen = Deal(mask, (runs,), ((range(mask.num_keys),),)).seen(0, 0)
-    return AttentionSlices(sum(map(len, runs)), mask.num_keys, tuple(seen))
+    seen = slices.Deal(mask, (runs,), ((range(mask.num_keys),),)).seen(0, 0)
+    return slices.AttentionSlices(sum(map(len, runs)), mask.num_keys, tuple(seen))
 
 
 @lru_cache(maxsize=32)
-def order_on(deal: Deal, device: torch.device) -> tuple[Tensor, Tensor] | None:
+def order_on(deal: slices.Deal, device: torch.device) -> tuple[Tensor, Tensor] | None:
     """[S] twice: all tokens rank by rank, and back into the order of the sequence; None where that is it already."""
     order = deal.order()
     if torch.equal(order, torch.arange(len(order))):
