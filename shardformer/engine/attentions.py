@@ -11,7 +11,7 @@ A mask of keys goes along. A mask or bias of queries and keys cannot be cut by h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -44,6 +44,7 @@ from shardformer.modeling import (
     MaskReader,
     redirect_attention,
     redirect_flash_attn,
+    redirect_flex_attention,
     redirect_linear_attention,
     running_attention,
 )
@@ -75,13 +76,25 @@ def redirect_attentions(
             redirect_attention(module, name, attention, tokens.own_counts, tokens.total, is_traceable)
         )
     for function in policy.kernel_functions:
-        undo.callback(replace_function(model, function, lambda f: redirect_flash_attn(f, running_attention)))
+
+        def redirect(original: Callable[..., Any], name: str = function) -> Callable[..., Any]:
+            if name.endswith("flex_attention"):
+                rank = tokens.group.rank()
+                return redirect_flex_attention(
+                    original, running_attention, lambda: tokens.state.splits or (), rank
+                )
+            return redirect_flash_attn(original, running_attention)
+
+        undo.callback(replace_function(model, function, redirect))
 
 
 def _attentions(
     model: nn.Module, kernels: _Kernels, policy: Policy, tokens: Tokens
 ) -> Iterator[tuple[str, nn.Module, Attention]]:
     packed = {entry.module: entry for entry in policy.packed_attention} if tokens.are_packed else {}
+    if policy.block_mask is not None:
+        stream = policy.block_mask.tokens
+        packed |= {path: PackedAttention(path, stream) for path in policy.self_attention}
     for paths, make in ((policy.self_attention, _self_attention), (policy.whole_queries, _whole_queries)):
         for path in paths:
             for name, module in find(model, path):
@@ -151,7 +164,7 @@ def _self_attention(
         # Shares are known from the forward's first split, so attention exchanges no sizes.
         options = {"scale": scale, "splits": splits, "kv_splits": splits}
         if slices_between(tokens, packed, name) is not None:
-            refuse_masks(name, mask, causal)
+            refuse_masks(name, tokens, mask, causal)
             return kernels.spread(q, k, v, slices=tokens.state.deal, **options)
         if mask is None:
             return kernels.spread(q, k, v, causal=causal, **options)
@@ -252,7 +265,7 @@ def _whole_queries(tokens: Tokens, kernels: _Kernels, name: str, packed: PackedA
         share = q[:, own]
         seen = slices_between(tokens, packed, name)
         if seen is not None:
-            refuse_masks(name, mask, causal)
+            refuse_masks(name, tokens, mask, causal)
             dealt = _ask_in_order(seen, tokens, splits)
             out = kernels.spread(share, k, v, scale=scale, splits=splits, kv_splits=kv_splits, slices=dealt)
         else:

@@ -14,27 +14,37 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from opensora_accel.arguments import Arguments
 from opensora_accel.attention import local_attention, slices, torch_attention
 from opensora_accel.wrapping import Forward, wrap_forward
 from shardformer.modeling import Attention, redirect_attention
 from shardformer.paths import check_argument, find
-from shardformer.policy import PackedAttention, PackedPositions, Policy
+from shardformer.policy import BlockMask, PackedAttention, PackedPositions, Policy
 from shardformer.spread import Spread, Tokens, streams
 
 # Of a stream: every sample's number of tokens, or its shape (T, H, W), or who sees whom.
 Samples = Sequence[int] | Sequence[Sequence[int]] | slices.AttentionSlices
 
 
-def check_packs(model: nn.Module, policy: Policy) -> None:
-    """Refuses a model whose table does not say how tokens of several samples are told apart.
+def tell_samples_apart(spread: Spread, policy: Policy) -> None:
+    """Puts on what a forward has to know before its tokens are split: the row's positions, the model's block mask.
 
     Raises:
-        ValueError: it has no entries, with the reason.
+        ValueError: rows are asked for, and the table does not say how the tokens of their samples are told apart.
     """
+    if spread.tokens.are_packed:
+        _check_packs(spread.model, policy)
+        _join_positions(spread, policy)
+    if policy.block_mask is not None:
+        _read_block_mask(spread, policy.block_mask)
+
+
+def _check_packs(model: nn.Module, policy: Policy) -> None:
     if policy.packed_attention:
         return
     reason = policy.unpacked or (
@@ -51,7 +61,7 @@ def spread_stream(policy: Policy) -> str:
     return next(entry.queries for entry in policy.packed_attention if entry.module in policy.self_attention)
 
 
-def join_positions(spread: Spread, policy: Policy) -> None:
+def _join_positions(spread: Spread, policy: Policy) -> None:
     """The module of positions returns those of the row's samples, which hooks behind it split."""
     entry = policy.packed_positions
     if entry is None:
@@ -70,8 +80,30 @@ def join_positions(spread: Spread, policy: Policy) -> None:
         spread.undo.callback(wrap_forward(module, joined))
 
 
+def _read_block_mask(spread: Spread, entry: BlockMask) -> None:
+    """The model's block mask becomes slices, before the first block's tokens are split."""
+    tokens = spread.tokens
+    # A model keeps its mask from forward to forward, and every layer has the same.
+    known: WeakKeyDictionary[object, slices.AttentionSlices] = WeakKeyDictionary()
+
+    def change(arguments: Arguments, name: str) -> None:
+        block_mask, num_tokens = arguments.get(entry.argument), arguments[entry.tokens].size(1)
+        if block_mask is None:
+            return
+        if tokens.state.packed is not None:
+            raise ValueError(f"{name} has a mask of its own ({entry.argument}); leave run_packed out")
+        seen = known.get(block_mask)
+        if seen is None or seen.num_queries != num_tokens:
+            seen = known[block_mask] = slices.AttentionSlices.from_block_mask(block_mask, num_tokens)
+        tokens.state.packed = streams.Packed({}, {entry.tokens: seen}, entry.tokens, block_mask=block_mask)
+
+    spread.change_arguments(entry.module, f"{entry.argument} {entry.tokens}", change)
+
+
 def attend_to_whole_keys(spread: Spread, policy: Policy) -> None:
     """Attention to keys that every rank has whole, by the queries of a stream that is spread or is not."""
+    if not spread.tokens.are_packed:
+        return
     tokens, own = spread.tokens, spread_stream(policy)
     for entry in policy.packed_attention:
         for stream in filter(None, (entry.queries, entry.keys)):
@@ -98,7 +130,7 @@ def _attention(tokens: Tokens, entry: PackedAttention, name: str, own: str) -> A
             grouped = q.size(1) != k.size(1)
             out = torch_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
             return out.transpose(1, 2)
-        refuse_masks(name, mask, causal)
+        refuse_masks(name, tokens, mask, causal)
         deal = tokens.state.deal
         keys = entry.keys or entry.queries
         _check_length(name, "keys", k.size(1), seen.num_keys, keys)
@@ -126,12 +158,15 @@ def slices_between(tokens: Tokens, entry: PackedAttention | None, name: str) -> 
     return None if packed is None else packed.between(entry.queries, entry.keys or entry.queries)
 
 
-def refuse_masks(name: str, mask: Any, causal: bool) -> None:
+def refuse_masks(name: str, tokens: Tokens, mask: Any, causal: bool) -> None:
     """Refuses a mask of the model's own beside slices, which say by themselves who sees whom.
 
     Raises:
-        ValueError: there is one.
+        ValueError: there is one, and it is not what the slices were read from.
     """
+    packed = tokens.state.packed
+    if packed is not None and packed.block_mask is not None and mask is packed.block_mask:
+        return
     if mask is not None or causal:
         raise ValueError(
             f"{name} passed {'is_causal' if mask is None else 'a mask'} within run_packed, which says by itself who "

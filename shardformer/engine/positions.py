@@ -11,6 +11,8 @@ the tokens of x. On rank 1 of 2, which holds the last tokens, these are the wron
 from __future__ import annotations
 
 import functools
+import inspect
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -58,7 +60,7 @@ def keep_positions(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitS
                 own = bound.arguments[entry.tokens[0]] if entry.in_place else None
                 for name in entry.tokens:
                     bound.arguments[name] = _in_place(bound.arguments[name], entry, tokens)
-                out = original(*bound.args, **bound.kwargs)
+                out = _of_each_clip(original, bound, entry)
                 if own is not None:
                     # The caller looks at its own tensor, and not at what the function returns.
                     return own.copy_(_rows(bound.arguments[entry.tokens[0]], entry, tokens))
@@ -68,6 +70,19 @@ def keep_positions(model: nn.Module, policy: Policy, tokens: Tokens, undo: ExitS
 
         undo.callback(replace_function(model, entry.function, wrap))
     undo.callback(model.register_forward_hook(uncompiled(check)).remove)
+
+
+def _of_each_clip(original: Callable[..., Any], bound: inspect.BoundArguments, entry: Positions) -> Any:
+    """What the function gives of the whole sequence; of each clip by itself, where there are several of one shape."""
+    if entry.grid is None or not entry.tokens:
+        return original(*bound.args, **bound.kwargs)
+    num_tokens = math.prod(int(size) for size in bound.arguments[entry.grid][0])
+    (name,) = entry.tokens
+    parts = []
+    for clip in bound.arguments[name].split(num_tokens, entry.dim):
+        bound.arguments[name] = clip
+        parts.append(original(*bound.args, **bound.kwargs))
+    return torch.cat(parts, entry.dim)
 
 
 def _rows(value: Any, entry: Positions, tokens: Tokens) -> Any:

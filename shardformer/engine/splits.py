@@ -23,7 +23,10 @@ from opensora_accel.arguments import Arguments, change_at, value_at
 from opensora_accel.plan import Plan
 from shardformer.engine.attentions import redirect_attentions
 from shardformer.engine.forwards import follow_forward
-from shardformer.engine.packed import attend_to_whole_keys, check_packs, join_positions
+from shardformer.engine.packed import (
+    attend_to_whole_keys,
+    tell_samples_apart,
+)
 from shardformer.engine.positions import keep_positions
 from shardformer.engine.whole_sequences import exchange_heads
 from shardformer.paths import names_several
@@ -51,9 +54,7 @@ def spread_tokens(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, 
                 )
     spread = Spread(model, tokens, undo)
     tokens.may_be_dealt = plan.ring > 1 and not policy.whole_sequences
-    if tokens.are_packed:
-        check_packs(model, policy)
-        join_positions(spread, policy)
+    tell_samples_apart(spread, policy)
     # Refusals go on first, so that they raise before anything is split.
     for argument, reason in policy.refuses:
         refuse_input(spread, argument, reason)
@@ -70,8 +71,7 @@ def spread_tokens(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, 
     keep_positions(model, policy, tokens, undo)
     redirect_attentions(model, plan, policy, tokens, undo)
     exchange_heads(spread, policy)
-    if tokens.are_packed:
-        attend_to_whole_keys(spread, policy)
+    attend_to_whole_keys(spread, policy)
     follow_forward(spread)
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         running_redirection,
     )
     from shardformer.modeling.flash_attn import Lengths, redirect_flash_attn
+    from shardformer.modeling.flex import redirect_flex_attention
     from shardformer.modeling.halo import add_halo
     from shardformer.modeling.linear_attention import redirect_linear_attention
     from shardformer.modeling.masks import Extent, Mask, MaskReader
@@ -32,6 +33,7 @@ __all__ = [
     "kernels",
     "redirect_attention",
     "redirect_flash_attn",
+    "redirect_flex_attention",
     "redirect_linear_attention",
     "replace_t5_norms",
     "running_attention",

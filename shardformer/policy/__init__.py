@@ -9,6 +9,7 @@ from torch import nn
 
 from opensora_accel import lazy
 from shardformer.policy.base import (
+    BlockMask,
     Blocks,
     GatherOutput,
     JointAttention,
@@ -28,6 +29,7 @@ from shardformer.policy.unsupported import UNSUPPORTED
 __all__ = [
     "FAMILIES",
     "UNSUPPORTED",
+    "BlockMask",
     "Blocks",
     "ColumnParallel",
     "GatherOutput",
@@ -64,6 +66,7 @@ FAMILIES = {
         "WanAnimateTransformer3DModel",
         "WanAnimate2Transformer3DModel",
         "WanModel",
+        "CausalWanModel",
         "Wan2_2Transformer3DModel",
     ),
     "skyreels_v2": ("SkyReelsV2Transformer3DModel",),

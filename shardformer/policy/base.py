@@ -116,6 +116,9 @@ class Positions:
     dim: int = 1
     # The function changes its first tensor of tokens, and its caller goes on with that.
     in_place: bool = False
+    # The argument with the shape of a clip [B, 3]: the sequence may hold several of it, a clean one and a noisy one,
+    # which have the same positions.
+    grid: str | None = None
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,19 @@ class PackedPositions:
 
 
 @dataclass(frozen=True)
+class BlockMask:
+    """A block mask of flex attention that the model makes for its whole sequence, as the first block gets it.
+
+    It is read into slices (`AttentionSlices.from_block_mask`) before tokens are split, and self-attention goes by them.
+    """
+
+    module: str
+    argument: str
+    # The argument with the tokens, [B, S, C].
+    tokens: str
+
+
+@dataclass(frozen=True)
 class Blocks:
     """A list of repeated blocks, in the order they run, and the arguments that flow from block to block.
 
@@ -242,6 +258,7 @@ class Policy:
     # Every attention module of the model, if all else in it treats tokens one by one: then several samples may stand in
     # one row (`shardformer.packing`). Where it does not, why not, for the error message.
     packed_attention: tuple[PackedAttention, ...] = ()
+    block_mask: BlockMask | None = None
     packed_positions: PackedPositions | None = None
     unpacked: str = ""
     # For a profiler, attention whose module no entry above names: its module; or, where a block calls the kernel

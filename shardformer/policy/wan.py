@@ -2,7 +2,11 @@
 
 from dataclasses import replace
 
+from torch import Tensor
+
+from opensora_accel.arguments import Arguments
 from shardformer.policy.base import (
+    BlockMask,
     Blocks,
     GatherOutput,
     PackedAttention,
@@ -146,6 +150,45 @@ SKYREELS_V2_AUTHORS = replace(
         SplitInput("blocks.*", "e", dim=2, ndim=4),
         SplitInput("head", "e", ndim=3),
     ),
+)
+
+
+def spread_times(spread: Spread) -> None:
+    """A time for each frame becomes one for each of this rank's tokens, which may be of parts of frames.
+
+    The block then takes a token for a frame: it asks for as many times as there are frames, and tokens of a frame.
+    """
+    tokens = spread.tokens
+
+    def change(arguments: Arguments, name: str) -> None:
+        tokens.check_known(f"{name}'s e")
+        times = arguments["e"]
+        tokens_per_frame = tokens.total() // times.size(1)
+
+        def make() -> Tensor:
+            # A plain choice of rows: a rank's gradient of what all ranks have is what passed through it.
+            return times.index_select(1, tokens.own_places(times.device) // tokens_per_frame)
+
+        arguments["e"] = tokens.once(times, ("of own tokens",), make)
+
+    spread.change_arguments("blocks.*", "e", change)
+
+
+# The students of CausVid and Self-Forcing: Wan with a mask of blocks of frames, a clean clip before the noisy one where
+# they are taught so. A cache of keys is sampling's.
+CAUSAL_WAN = Policy(
+    models=("CausalWanModel",),
+    arguments="x t context seq_len clean_x aug_t clip_fea y",
+    block_mask=BlockMask("blocks.0", "block_mask", "x"),
+    split_inputs=(SplitInput("blocks.0", "x"),),
+    gather_outputs=(GatherOutput("blocks.-1"),),
+    self_attention=("blocks.*.self_attn",),
+    value_projections=("v",),
+    kernel_functions=("flex_attention",),
+    positions=(Positions("rope_apply", tokens=("x",), grid="grid_sizes"),),
+    blocks=(Blocks("blocks", ("x",)),),
+    mlps=("blocks.*.ffn",),
+    functions=(spread_times,),
 )
 
 # Last: the copies above have all that it speaks of.

@@ -37,6 +37,7 @@ class Packed:
         spread: the stream that is spread over the ranks.
         balanced: whether it may be dealt out; otherwise each rank has a run of it.
         positions: what a module returns of the samples, by its path.
+        block_mask: of flex attention, where the model's own is what is told.
     """
 
     lengths: Mapping[str, tuple[int, ...]]
@@ -44,6 +45,7 @@ class Packed:
     spread: str
     balanced: bool = True
     positions: Mapping[str, object] = field(default_factory=dict)
+    block_mask: object = None
 
     @cached_property
     def own(self) -> slices.AttentionSlices | None:

@@ -166,6 +166,10 @@ class Tokens:
 
         return order_on(self.state.deal, torch.device(device))
 
+    def own_places(self, device: torch.device) -> Tensor:
+        """[S/P]: where in the sequence this rank's tokens stand."""
+        return self.own_rows(torch.arange(self.total(), device=device), 0)
+
     def own_rows(self, tensor: Tensor, dim: int, start: int = 0) -> Tensor:
         """This rank's rows of a table of all tokens, which begin at `start`: [..., S at dim, ...] → [..., S/P, ...]."""
         splits, rank = self.state.splits, self.group.rank()

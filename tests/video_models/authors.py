@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from tests.authors_models import skyreels_v2
+from tests.authors_models.causal_wan import CausalWanModel, causal_wan_inputs
 from tests.authors_models.hunyuan_video import HYVideoDiffusionTransformer
 from tests.authors_models.kandinsky5 import DiffusionTransformer3D
 from tests.authors_models.latte import Latte
@@ -148,6 +149,17 @@ AUTHORS = {
     ),
     "Latte, its authors'": _case(Latte, latte_inputs, ("x",)),
     "Step-Video, its authors'": _case(StepVideoModel, step_video_inputs),
+    "Causal Wan, its authors'": _case(CausalWanModel, causal_wan_inputs, ("x", "context")),
+    "Causal Wan, windows of blocks": _case(
+        partial(CausalWanModel, num_frame_per_block=2, local_attn_size=3),
+        partial(causal_wan_inputs, frames=6),
+        ("x", "context"),
+    ),
+    "Causal Wan, teacher forcing": _case(
+        partial(CausalWanModel, num_frame_per_block=2),
+        partial(causal_wan_inputs, frames=6, clean=True),
+        ("x", "clean_x", "context"),
+    ),
     "SkyReels-V2, its authors'": _case(
         skyreels_v2.WanModel, lambda: skyreels_v2_inputs(forcing=False), ("x", "context")
     ),

@@ -15,6 +15,8 @@ is near the least, and what is not made of slices (noise) takes about one for ea
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -71,10 +73,20 @@ def slices_of_dense(mask: Tensor, max_slices: int) -> list[Slice]:
         raise ValueError(
             f"a dense mask is bool [S_q, S_kv], true where a key may be seen; got {mask.dtype} {tuple(mask.shape)}"
         )
+    return slices_of_rows([mask], mask.size(1), max_slices)
+
+
+def slices_of_rows(parts: Iterable[Tensor], num_keys: int, max_slices: int) -> list[Slice]:
+    """The slices of a mask that comes some rows at a time, [n, S_kv] each, bool.
+
+    Raises:
+        ValueError: more than `max_slices` are needed.
+    """
     done: list[Slice] = []
     growing: list[_Growing] = []
-    num_done = 0
-    for row, runs in enumerate([*_runs(mask), []]):
+    num_done = row = 0
+    rows = itertools.chain.from_iterable(map(_runs, parts))
+    for row, runs in enumerate(itertools.chain(rows, [[]])):
         going_on, left = [], set(runs)
         for each in growing:
             run = each.next_run(left)
@@ -89,7 +101,7 @@ def slices_of_dense(mask: Tensor, max_slices: int) -> list[Slice]:
         growing = going_on + [_Growing(row, run, run, None) for run in runs if run in left]
     if num_done > max_slices:
         raise ValueError(
-            f"this mask of {mask.size(0)} queries and {mask.size(1)} keys would take {num_done:,} slices, and "
+            f"this mask of {row} queries and {num_keys} keys would take {num_done:,} slices, and "
             f"{max_slices:,} are the most; one without structure is better passed as it is, or raise max_slices"
         )
     return done

@@ -22,11 +22,13 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from opensora_accel.attention.slices.dense import slices_of_dense
+from opensora_accel.attention.slices.block_mask import rows_of_block_mask
+from opensora_accel.attention.slices.dense import slices_of_dense, slices_of_rows
 from opensora_accel.attention.slices.geometry import (
     Slice,
     area_before,
@@ -35,6 +37,9 @@ from opensora_accel.attention.slices.geometry import (
     first_overlap,
 )
 from opensora_accel.attention.slices.picture import draw, save
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -248,6 +253,25 @@ class AttentionSlices:
         """
         slices = slices_of_dense(mask, max_slices)
         return cls(mask.size(0), mask.size(1), tuple(slices))
+
+    @classmethod
+    def from_block_mask(
+        cls, block_mask: BlockMask, num_queries: int, num_keys: int | None = None, *, max_slices: int = 4096
+    ) -> AttentionSlices:
+        """The slices of what `torch.nn.attention.flex_attention.create_block_mask` made; exactly.
+
+        Only blocks that are seen in part are asked of its `mask_mod`, a row of blocks at a time.
+
+        Args:
+            num_queries, num_keys: how many of its tokens there are; those behind are padding, to whole blocks.
+
+        Raises:
+            ValueError: it is of fewer tokens, it differs by sample or by head, tokens see the padding behind them,
+                or more than `max_slices` would be needed.
+        """
+        num_keys = num_queries if num_keys is None else num_keys
+        slices = slices_of_rows(rows_of_block_mask(block_mask, num_queries, num_keys), num_keys, max_slices)
+        return cls(num_queries, num_keys, tuple(slices))
 
     @cached_property
     def table(self) -> Tensor:
