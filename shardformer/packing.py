@@ -3,18 +3,17 @@
 A batch pads its clips to the longest one. A row has one clip behind the other, and attention keeps them apart, at the
 cost of each clip's own area. Two clips with captions of 77 and 12 tokens, for diffusers' Wan:
 
-    shardformer.shard(model, plan, packed=True)
-    row = packing.to_row([short, long], patch=(1, 2, 2))                       # latents [C, T, H, W] of any shape
-    time = packing.per_token([t_short, t_long], [(5, 30, 52), (21, 60, 104)], patch=(1, 2, 2))
-    with packing.run_packed(
-        model, hidden_states=[(5, 30, 52), (21, 60, 104)], encoder_hidden_states=[77, 12]
-    ):
-        out = model(row, timestep=time, encoder_hidden_states=captions).sample  # [1, 77 + 12, D]
-    short_out, long_out = packing.to_clips(out, [(5, 30, 52), (21, 60, 104)], patch=(1, 2, 2))
+    shapes = [(5, 30, 52), (21, 60, 104)]                                # of latents (T, H, W)
+    row = packing.to_row([short, long], patch=(1, 2, 2))                 # of [C, T, H, W] each
+    time = packing.per_token([0.3, 0.9], shapes, patch=(1, 2, 2))
+    told = packing.run_packed(model, hidden_states=shapes, encoder_hidden_states=[77, 12])
+    with told: out = model(row, timestep=time, encoder_hidden_states=captions).sample
+    short_out, long_out = packing.to_clips(out, shapes, patch=(1, 2, 2))
 
-Every rank passes the whole row, as ever, and gets the whole output. What each sample gives, and every gradient, are
-those of calls of their own (`pytest tests/shardformer/test_packing.py`). A stream's mask may be passed in the place of
-lengths: `run_packed(model, hidden_states=AttentionSlices.block_causal(21, 1560))` makes a clip causal.
+The model was sharded by `shardformer.shard(model, plan, packed=True)`, and captions are [1, 77 + 12, D]. Every rank
+passes the whole row, as ever, and gets the whole output. What each sample gives, and every gradient, are those of calls
+of their own (`pytest tests/shardformer/test_packing.py`). A stream's mask may be passed in the place of lengths:
+`run_packed(model, hidden_states=AttentionSlices.block_causal(21, 1560))` makes a clip causal.
 """
 
 from __future__ import annotations

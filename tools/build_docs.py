@@ -103,8 +103,9 @@ def api() -> str:
         lines += [f"## {module}", "", "```{eval-rst}"]
         for name in names:
             if name.rpartition(".")[0] == module:
-                # A Plan's fields say what they are.
-                members = ["   :members:"] if name == "opensora_accel.Plan" else []
+                # A Plan's fields say what they are, and so do a module's functions.
+                has_members = name == "opensora_accel.Plan" or kind(name) == "module"
+                members = ["   :members:"] if has_members else []
                 lines += [f".. auto{kind(name)}:: {name}", *members, ""]
         lines += ["```", ""]
     return "\n".join(lines)

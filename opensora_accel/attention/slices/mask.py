@@ -160,7 +160,7 @@ class AttentionSlices:
         Clean blocks see themselves and the clean ones before. A noisy block sees itself and the clean blocks before
         it, so that each learns from a past without noise. Of three blocks a b c with noise A B C:
 
-              a b c A B C
+            / a b c A B C
             a # . . . . .
             b # # . . . .
             c # # # . . .
