@@ -12,7 +12,9 @@ A control is a clip of poses, depths or edges, frame by frame: a video of as man
 is read as its clip is, from the same frame on, at the same size.
 
 References are pictures of what a clip shows: of clips/a.mp4 `data.references` has references/a.png, or with
-`data.num_references` 2 references/a.0.png and a.1.png.
+`data.num_references` 2 references/a.0.png and a.1.png. A model takes them in the size of the clip, on white, or each in
+its own shape: with a `data.reference_side` of 2048 a picture of 3,000 × 2,000 pixels at 3,072 × 2,048, as sides are
+multiples of 32.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from opensora_accel.training.sections import DataConfig
 from opensora_accel.training.shards import IMAGES, VIDEOS
 from opensora_accel.training.video import (
     PROBE_THREADS,
+    Reference,
     UnreadableVideo,
     Video,
     is_image,
@@ -47,6 +50,9 @@ logger = logging.getLogger(__name__)
 
 # By how much the sides of two may stand in another proportion: those of half the size are rounded.
 _SAME_SHAPE = 0.02
+# How much longer than the shorter side the longer one of a reference in its own shape may be.
+# Source: diffusers, MiniMaxH3Ref2VASetupStep.
+_LONGEST = 4
 # The value of white.
 _WHITE = 255
 
@@ -86,8 +92,13 @@ def with_controls(videos: Sequence[Video], config: DataConfig) -> tuple[list[Vid
     return _with(_CONTROLS, videos, config)
 
 
-def with_references(videos: Sequence[Video], config: DataConfig) -> tuple[list[Video], dict[str, str]]:
-    """The videos with their references, and the reason for each that is set aside because one cannot be read.
+def with_references(
+    videos: Sequence[Video], config: DataConfig, unit: int = 1
+) -> tuple[list[Video], dict[str, str]]:
+    """The videos with their references, and the reason for each that is set aside because one cannot be used.
+
+    Args:
+        unit: pixels of which sides are multiples, of references in their own shapes.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -97,21 +108,75 @@ def with_references(videos: Sequence[Video], config: DataConfig) -> tuple[list[V
         return list(videos), {}
     found = _find(_REFERENCES, Path(config.references), set(IMAGES))
     own = _references_of(videos, found, config)
-    set_aside: dict[str, str] = {}
-    for file, paths in own.items():
+    set_aside, usable = dict[str, str](), list[Video]()
+    for video in videos:
         try:
-            for path in paths:
-                probe(path)
+            references = tuple(_reference(path, video, config, unit) for path in own[video.file])
         except UnreadableVideo as error:
-            set_aside[file] = str(error)
-    usable = [
-        dataclasses.replace(video, references=tuple(map(os.path.abspath, own[video.file])))
-        for video in videos
-        if video.file not in set_aside
-    ]
+            set_aside[video.file] = str(error)
+        else:
+            usable.append(dataclasses.replace(video, references=references))
     if not usable:
         raise ValueError(nothing_usable(config.root, set_aside))
     return usable, set_aside
+
+
+def _reference(path: Path, video: Video, config: DataConfig, unit: int) -> Reference:
+    """One of a video, by its header.
+
+    Raises:
+        UnreadableVideo: it is damaged, or too long in its own shape.
+    """
+    whole = os.path.abspath(path)
+    if config.reference_side:
+        return Reference(whole, *_own_size(path, config.reference_side, unit), is_on_white=False)
+    probe(path)
+    return Reference(whole, video.bucket.height, video.bucket.width)
+
+
+def _own_size(path: Path, side: int, unit: int) -> tuple[int, int]:
+    """Height and width of a picture whose shorter side becomes `side`, each a multiple of `unit`.
+
+    Raises:
+        UnreadableVideo: it is damaged, or too long.
+    """
+    info = probe(path, upright=True)
+    shorter, longer = sorted((info.height, info.width))
+    if longer > _LONGEST * shorter:
+        raise UnreadableVideo(
+            f"{path}: is {info.width} × {info.height}, and a reference is at most {_LONGEST} times as long as it is "
+            "wide; crop it"
+        )
+    scale = side / shorter
+    height, width = (max(unit, round(each * scale / unit) * unit) for each in (info.height, info.width))
+    return height, width
+
+
+def largest_reference(config: DataConfig, unit: int) -> tuple[int, int]:
+    """Height and width of the largest picture in `data.references`, in its own shape; headers are read.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: no picture in it can be used.
+    """
+
+    def look(path: Path) -> tuple[int, int] | str:
+        try:
+            return _own_size(path, config.reference_side, unit)
+        except UnreadableVideo as error:
+            return str(error)
+
+    paths = list(_find(_REFERENCES, Path(config.references), set(IMAGES)).values())
+    with ThreadPoolExecutor(PROBE_THREADS) as pool:
+        found = list(pool.map(look, paths))
+    sizes = [each for each in found if not isinstance(each, str)]
+    if not sizes:
+        why = f": {found[0]}" if found else ""
+        raise ValueError(
+            f"data.references {config.references} has no picture that can be used{why}; give one with a reference for "
+            "each file"
+        )
+    return max(sizes, key=lambda size: size[0] * size[1])
 
 
 def _references_of(

@@ -6,7 +6,8 @@ end; and what CLIP makes of the caption as a whole:
     "…Describe the video by…: user: a rabbit yawns" → 95 + 7 tokens → states of the last 7, [7, 4096]
     "a rabbit yawns"                                → 5 tokens      → one state, [1, 768]
 
-MiniMax H3 reads the frames that are given too. Of a clip of 768 × 1,344 pixels whose first frame is given:
+MiniMax H3 reads the frames that are given too, and references so. Of a clip of 768 × 1,344 pixels whose first frame is
+given:
 
     "<Picture 1>: " + a mark, 24 · 42 tokens of the frame, a mark + "a rabbit yawns"
         → 6 + 1010 + 5 tokens → their states, [1021, 5120], of which 1010 count as rows of a clip
@@ -177,10 +178,10 @@ class TextEncoder:
         """What it computes in, and what its embeddings have without loss."""
         return self.model.dtype
 
-    def tokens(self, caption: str, frames: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def tokens(self, caption: str, frames: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """What the model is given for a caption: ids [1, L] and a mask [1, L] that is 0 behind its end.
 
-        Both are 0 where it reads nothing of the caption. Behind frames, uint8 [n, H, W, 3], a caption is not padded.
+        Both are 0 where it reads nothing of the caption. Behind frames, uint8 [H, W, 3] each, a caption is not padded.
         """
         if frames is not None and len(frames):
             (ids,) = self.tokenizer([caption], **self._cut(self._length))["input_ids"]
@@ -205,24 +206,24 @@ class TextEncoder:
         """How the tokenizer cuts what it reads."""
         return {"truncation": True, "max_length": length, "add_special_tokens": self.taken.special_tokens}
 
-    def _before(self, frames: Tensor) -> tuple[list[int], list[bool]]:
-        """Ids of what is read before a caption, of frames [n, H, W, 3], and which of them are a frame's."""
+    def _before(self, frames: Sequence[Tensor]) -> tuple[list[int], list[bool]]:
+        """Ids of what is read before a caption, of frames [H, W, 3], and which of them are a frame's."""
         assert isinstance(self.taken.picture, str)
         start, pad, end = self.tokenizer.convert_tokens_to_ids(VISION_TOKENS)
-        of_frame = [start, *[pad] * num_picture_tokens(self.processor, *frames.shape[1:3]), end]
         ids, are_seen = [], []
-        for number in range(1, len(frames) + 1):
+        for number, frame in enumerate(frames, start=1):
+            of_frame = [start, *[pad] * num_picture_tokens(self.processor, *frame.shape[:2]), end]
             label = self.tokenizer(self.taken.picture.format(number), add_special_tokens=False)["input_ids"]
             ids += [*label, *of_frame]
             are_seen += [False] * len(label) + [True] * len(of_frame)
         return ids, are_seen
 
-    def shown(self, caption: str, frames: Tensor | None) -> Tensor | None:
-        """Of the frames of a clip with this caption, uint8 [n, H, W, 3], what the encoder sees."""
+    def shown(self, caption: str, frames: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
+        """Of the frames of a clip with this caption, uint8 [H, W, 3] each, what the encoder sees."""
         return frames
 
-    def are_seen(self, frames: Sequence[Tensor]) -> list[list[bool]]:
-        """Which of the states before each caption are those of its frames, uint8 [n, H, W, 3]; none without frames."""
+    def are_seen(self, frames: Sequence[Sequence[Tensor]]) -> list[list[bool]]:
+        """Which of the states before each caption are those of its frames, uint8 [H, W, 3]; none without frames."""
         return [self._before(each)[1] if len(each) else [] for each in frames]
 
     @torch.no_grad()
@@ -231,13 +232,13 @@ class TextEncoder:
         captions: Sequence[str],
         device: torch.device,
         dtype: torch.dtype,
-        frames: Sequence[Tensor] | None = None,
+        frames: Sequence[Sequence[Tensor]] | None = None,
     ) -> Tensor:
         """Embeddings [B, length, width] of B captions; zero behind the end of a caption, unless padding is kept.
 
         Args:
-            frames: those that are read before each caption, uint8 [n, H, W, 3], n of its own; with them the longest
-                says the length.
+            frames: those that are read before each caption, uint8 [H, W, 3] each, as many as it has; with them the
+                longest says the length.
         """
         # One by one, so that the values do not depend on which captions come together.
         if frames is None:
@@ -248,10 +249,12 @@ class TextEncoder:
         ]
         return nn.utils.rnn.pad_sequence(states, batch_first=True)
 
-    def _see(self, caption: str, frames: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """[L, width] of frames, uint8 [n, H, W, 3], and the caption behind them."""
+    def _see(
+        self, caption: str, frames: Sequence[Tensor], device: torch.device, dtype: torch.dtype
+    ) -> Tensor:
+        """[L, width] of frames, uint8 [H, W, 3] each, and the caption behind them."""
         ids, mask = (each.to(device) for each in self.tokens(caption, frames))
-        seen = self.processor(images=[*frames.cpu().numpy()], return_tensors="pt")
+        seen = self.processor(images=[each.cpu().numpy() for each in frames], return_tensors="pt")
         output = self.model(
             input_ids=ids,
             attention_mask=mask,
@@ -294,7 +297,9 @@ class TextEncoder:
         states = states * mask.unsqueeze(-1).to(dtype) if taken.padding == "zeroed" else states
         return torch.cat([states, states], dim=-1) if taken.connectors else states
 
-    def num_tokens(self, captions: Sequence[str], frames: Sequence[Tensor] | None = None) -> list[int]:
+    def num_tokens(
+        self, captions: Sequence[str], frames: Sequence[Sequence[Tensor]] | None = None
+    ) -> list[int]:
         """How many states of each caption the model may see: of its own tokens, or, where padding is seen, all.
 
         Args:

@@ -33,6 +33,7 @@ from opensora_accel.training.video import (
     UnreadableVideo,
     Video,
     read_clip,
+    read_stretched_picture,
     read_timed_clip,
     read_whole_picture,
 )
@@ -47,7 +48,7 @@ class Clip:
     """Which frames of a file a sample has, and the SHA-256 sum of the file that they were read from.
 
     The sum is None where nobody asked for it, or where the file changed while it was read. `control` says the same of
-    the control that the sample follows, and `references` of its references, which are whole pictures on white.
+    the control that the sample follows, and `references` of its references, which are whole pictures.
     """
 
     file: str
@@ -87,8 +88,8 @@ class Sample:
     mask: Tensor | None = None
     # uint8 [T, H, W, 3], where the file has a control.
     control: Tensor | None = None
-    # uint8 [N, H, W, 3], where the run has references.
-    references: Tensor | None = None
+    # uint8 [H, W, 3] of each, where the run has references.
+    references: Sequence[Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,7 @@ class Batch:
 
     With sound, `sounds` are the samples [channels, n] of each clip, or None where it has none; where the run has masks,
     `masks` are those of the frames, uint8 [b, T, H, W]; where it has controls, `controls` are those of the clips that
-    have one, uint8 [b, T, H, W, 3]; where it has references, `references` are those of each clip, uint8
-    [b, N, H, W, 3].
+    have one, uint8 [b, T, H, W, 3]; where it has references, `references` are those of each clip, uint8 [H, W, 3] each.
     """
 
     frames: Tensor
@@ -109,7 +109,7 @@ class Batch:
     sounds: list[Tensor | None]
     masks: Tensor | None = None
     controls: Tensor | None = None
-    references: Tensor | None = None
+    references: Sequence[Sequence[Tensor]] | None = None
 
     @property
     def bucket(self) -> Bucket:
@@ -176,9 +176,10 @@ class VideoFolder(Dataset[Sample]):
                 control = retried(read, f"reading the control of {video.file}")
                 digests = digests._replace(control=self._unchanged(video.control, of_control))
             if video.references:
-                of_references = [self._digest(each) for each in video.references]
+                paths = [each.path for each in video.references]
+                of_references = [*map(self._digest, paths)]
                 references = read_references(video, retried)
-                unchanged = [*map(self._unchanged, video.references, of_references)]
+                unchanged = [*map(self._unchanged, paths, of_references)]
                 digests = digests._replace(references=unchanged)
             if self.sound is not None and shown is not None and self._is_in_time(*shown, bucket.num_frames):
                 hear = partial(
@@ -225,19 +226,22 @@ class VideoFolder(Dataset[Sample]):
 
 def read_references(
     video: Video, attempt: Callable[[Callable[[], Tensor], str], Tensor] = lambda read, _: read()
-) -> Tensor:
-    """uint8 [N, H, W, 3], those of a video; `attempt` is given what reads one, and a text that says so.
+) -> list[Tensor]:
+    """uint8 [H, W, 3] of each of a video's references; `attempt` is given what reads one, and a text that says so.
 
     Raises:
         UnreadableVideo: one is missing or damaged.
     """
-    size = video.bucket.height, video.bucket.width
-    return torch.stack(
-        [
-            attempt(partial(read_whole_picture, path, *size), f"reading a reference of {video.file}")
-            for path in video.references
-        ]
-    )
+    return [
+        attempt(
+            partial(
+                read_whole_picture if each.is_on_white else read_stretched_picture,
+                *(each.path, each.height, each.width),
+            ),
+            f"reading a reference of {video.file}",
+        )
+        for each in video.references
+    ]
 
 
 def clip_of(video: Video, start: int, digests: Digests = NO_DIGESTS) -> Clip:
@@ -247,8 +251,8 @@ def clip_of(video: Video, start: int, digests: Digests = NO_DIGESTS) -> Clip:
         control = Clip(video.control, start, video.bucket, digests.control)
     sums = digests.references or [None] * len(video.references)
     references = tuple(
-        Clip(path, 0, video.bucket, each, is_reference=True)
-        for path, each in zip(video.references, sums, strict=True)
+        Clip(each.path, 0, Bucket(1, each.height, each.width), digest, is_reference=True)
+        for each, digest in zip(video.references, sums, strict=True)
     )
     return Clip(video.file, start, video.bucket, digests.file, control, references)
 

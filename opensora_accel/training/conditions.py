@@ -30,6 +30,11 @@ Its encoder of captions reads them too:
     times              |    0.001 (of 1, noise), whatever that of the clip; its own where that is below it
     loss       all latent frames, as its sampler makes them all
 
+Its other weights take references so, pictures of what a clip shows, each in a shape of its own and at a moment of its
+own before the clip:
+
+    rows       caption | reference 1 | reference 2 | sound | clip, all noisy
+
 Kandinsky 5 takes it there too, at one time t, and is told where by a channel behind 16 of zeros. Cosmos-Predict has
 that channel alone, and times of latent frames, next to 0 where it is given.
 
@@ -84,7 +89,7 @@ class Condition(NamedTuple):
     """What the model gets of clips whose frames are given."""
 
     # [B, C', t, h, w], behind the channels of the noisy clips; where `given` is, their latents [B, C, t, h, w]; where
-    # `ends` is, those of the first and of the last frame, [B, C, 2, h, w].
+    # `ends` is, those of the first and of the last frame, [B, C, 2, h, w]; where `references` are, of no channels.
     latents: Tensor
     # Bool [B, t]: the latent frames that stand in the place of noisy ones; none where they stand behind.
     given: Tensor | None = None
@@ -101,10 +106,14 @@ class Condition(NamedTuple):
     # uint8 [B, 2, H, W, 3], the first and the last frame, where the encoder of captions sees those that are given; of a
     # model that begins every clip with its first frame that alone, [B, 1, H, W, 3].
     frames: Tensor | None = None
+    # Of each clip the latents [1, C, 1, h, w] of references that stand in rows of their own, each of its own size.
+    references: list[Sequence[Tensor]] | None = None
+    # uint8 [H, W, 3] of each of those, as the encoder of captions sees them.
+    pictures_of_references: list[Sequence[Tensor]] | None = None
 
     def put(self, noisy: Tensor) -> Tensor:
         """noisy: [B, C, t, h, w] → with what is given, [B, C + C', t, h, w] or [B, C, t, h, w]."""
-        if self.is_apart or self.ends is not None:
+        if self.is_apart or self.ends is not None or self.references is not None:
             return noisy
         behind = self.latents if self.given is None else self.marks
         placed = self.in_place(noisy)
@@ -121,20 +130,25 @@ class Condition(NamedTuple):
         t = timestep / TIMESTEPS
         return self._replace(latents=(1 - t) * self.latents + t * noise, timestep=timestep)
 
-    def in_rows(self) -> Tensor | None:
-        """[1, C, n, h, w], the n frames of one clip that stand in rows of their own; None where there are none."""
+    def in_rows(self) -> Sequence[Tensor]:
+        """[1, C, 1, h, w] of each frame and reference of one clip that stands in rows of its own."""
+        if self.references is not None:
+            (references,) = self.references
+            return references
         if self.ends is None:
-            return None
+            return ()
         (given,) = self.ends
-        return self.latents[:, :, given.numbers]
+        return [self.latents[:, :, number, None] for number in given.numbers]
 
-    def shown(self) -> list[Tensor] | None:
-        """uint8 [n, H, W, 3] of each clip, what the encoder of captions sees; None where it sees nothing."""
+    def shown(self) -> Sequence[Sequence[Tensor]] | None:
+        """uint8 [H, W, 3] of what the encoder of captions sees of each clip; None where it sees nothing."""
+        if self.pictures_of_references is not None:
+            return self.pictures_of_references
         if self.frames is None:
             return None
         if self.ends is None:
-            return list(self.frames)
-        return [frames[given.numbers] for frames, given in zip(self.frames, self.ends, strict=True)]
+            return [[*frames] for frames in self.frames]
+        return [[*frames[given.numbers]] for frames, given in zip(self.frames, self.ends, strict=True)]
 
     @property
     def num_given(self) -> int:
@@ -213,6 +227,8 @@ class Conditioning:
     # Those channels are an argument of their own, as what a branch takes is: the model itself joins them to the noisy
     # clip.
     apart: bool = False
+    # In rows: weights of their own take references so, held at the same timestep, where no frames are given.
+    takes_references: bool = False
     # Frames at the end of a clip may be given too. Each end is encoded by itself, and its latent frames are all marked:
     # of one last frame the last one.
     at_both_ends: bool = False

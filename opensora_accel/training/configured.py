@@ -168,10 +168,10 @@ def causal_block_size(arguments: Mapping[str, Any]) -> int:
 
 
 def texts_of(config: TrainConfig) -> tuple[TextStates, ...]:
-    """What the run's model takes of captions; an encoder sees frames where the run gives them."""
+    """What the run's model takes of captions; an encoder sees frames and references where the run gives them."""
     recipe = recipe_of(config.model)
     taken = recipe.text
-    if config.conditions.are_used or recipe.begins_with_a_frame:
+    if config.conditions.are_used or recipe.begins_with_a_frame or config.data.references:
         return taken
     return tuple(dataclasses.replace(each, picture="") for each in taken)
 
@@ -191,7 +191,11 @@ def conditioning_of(config: TrainConfig, codec: Codec) -> Conditioning | None:
 
     A family may have several ways, and its weights, or `model.config`, one: they have the channels for it.
     """
-    ways = [each for each in recipe_of(config.model).frames if config.conditions.are_used or each.always]
+    ways = [
+        each
+        for each in recipe_of(config.model).frames
+        if config.conditions.are_used or each.always or (config.data.references and each.takes_references)
+    ]
     if config.flow.is_forced:
         # There they have a time.
         ways = [each for each in ways if each.place == "latents"]

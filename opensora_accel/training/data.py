@@ -73,6 +73,7 @@ class ClipLoader:
         digests: the clips of a batch have the SHA-256 sums of their files.
         held_out: so many files, chosen by the seed, are in no batch; `held_out_batches` has a clip of each.
         sound: how the sound of clips is read; None leaves it out.
+        reference_unit: pixels of which sides are multiples, of references in their own shapes.
 
     Communication: at the start one object broadcast from rank 0, which alone reads the headers. Per batch an
     all-reduce of one number; only after a failure an all-gather of the failures' texts.
@@ -93,6 +94,7 @@ class ClipLoader:
         digests: bool = False,
         held_out: int = 0,
         sound: SoundShape | None = None,
+        reference_unit: int = 1,
     ) -> None:
         # A batch that does not divide must fail here, on all ranks, before the first collective.
         check_divides(config.batch_size, data_size, "--data.batch_size")
@@ -112,7 +114,7 @@ class ClipLoader:
             usable, unreadable = index_videos(entries, config.root, config)
             usable, wrongly_masked = with_masks(usable, config)
             usable, wrongly_controlled = with_controls(usable, config)
-            usable, without_references = with_references(usable, config)
+            usable, without_references = with_references(usable, config, reference_unit)
             set_aside = unreadable | wrongly_masked | wrongly_controlled | without_references
             return entries, usable, set_aside
 
@@ -200,7 +202,7 @@ class ClipLoader:
             if self.config.masks and mask is None:
                 mask = torch.zeros(frames[None].shape[:-1], dtype=torch.uint8)
             of_clip = [sample.caption], [sample.position], [sample.file], [clip], [sample.sound]
-            beside = self._controls([sample], frames), self._references([sample], frames)
+            beside = self._controls([sample], frames), self._references([sample])
             batch = Batch(frames[None], *of_clip, mask, *beside)
             yield batch, is_own and sample.frames is not None
 
@@ -253,12 +255,19 @@ class ClipLoader:
             [torch.zeros_like(like) if each.control is None else each.control for each in samples]
         )
 
-    def _references(self, samples: Sequence[Sample], like: Tensor) -> Tensor | None:
-        """uint8 [b, N, H, W, 3], black where a sample could not be read; None where the run has no references."""
+    def _references(self, samples: Sequence[Sample]) -> list[Sequence[Tensor]] | None:
+        """uint8 [H, W, 3] of each, black where a sample could not be read; None where the run has no references."""
         if not self.config.references:
             return None
-        nothing = like.new_zeros(self.config.num_references, *like.shape[1:])
-        return torch.stack([nothing if each.references is None else each.references for each in samples])
+        return [
+            [
+                torch.zeros(size.height, size.width, 3, dtype=torch.uint8)
+                for size in self._usable[each.file].references
+            ]
+            if each.references is None
+            else each.references
+            for each in samples
+        ]
 
     def next_clips(self, num_batches: int) -> dict[int, Clip]:
         """The clip of each position that this data rank reads in the next batches, if no more files turn out bad."""
@@ -305,10 +314,8 @@ class ClipLoader:
             torch.stack([sample.mask for sample in samples if sample.mask is not None])
             if self.config.masks
             else None,
-            *(
-                (beside(samples, samples[0].frames) if samples[0].frames is not None else None)
-                for beside in (self._controls, self._references)
-            ),
+            None if samples[0].frames is None else self._controls(samples, samples[0].frames),
+            self._references(samples),
         )
 
     def state_dict(self) -> dict[str, Any]:

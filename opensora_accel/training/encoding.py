@@ -41,7 +41,7 @@ from opensora_accel.training.conditions import (
 )
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.disk_cache import DiskCache
-from opensora_accel.training.flow import Stream, draw_noise
+from opensora_accel.training.flow import TIMESTEPS, Stream, draw_noise
 from opensora_accel.training.kept import CachedLatents, KeptPictures
 from opensora_accel.training.pictures import PictureEncoder, PictureStates, build_picture_encoder
 from opensora_accel.training.recipes import Recipe
@@ -158,7 +158,11 @@ class Encoders:
             clean = self._encode(frames, batch.clips).to(self.dtype)
             references = None
             if batch.references is not None:
-                references = self.encode_references(batch.references, batch.clips)
+                found = self.encode_references(batch.references, batch.clips)
+                if self._references_in_rows:
+                    condition = self.condition_of_references(batch.references, found, batch.positions)
+                else:
+                    references = before_clips(found)
             kinds = self._draw_conditions(batch.bucket, batch.positions) if self.conditioning else []
             if self.conditioning is not None and self.conditioning.is_needed(kinds):
                 controls = None if batch.controls is None else batch.controls.to(self.device)
@@ -226,7 +230,7 @@ class Encoders:
             like: of the shape [B, C, t, h, w] of their latents.
             positions: by which noise is drawn, where what is given is held in noise.
             controls: frames of the controls of those clips that have one, as `frames`; None has none.
-            references: their latents [B, C, N, h, w], as `encode_references` gives them.
+            references: their latents [B, C, N, h, w], as `before_clips` gives them.
             in_sample: whether a sample gets it, whose pixels have the noise that the pipeline gives them.
 
         Returns:
@@ -276,12 +280,53 @@ class Encoders:
             condition = condition._replace(pictures=pictures)
         return condition, whole
 
-    def encode_references(self, references: Tensor, clips: Sequence[Clip]) -> Tensor:
-        """references: uint8 [B, N, H, W, 3] of these clips → latents [B, C, N, h, w], the last reference first."""
-        batch, count = references.shape[:2]
-        pictures = references.flatten(0, 1).unsqueeze(1).to(self.device)
-        latents = self._encode(pictures, [each for clip in clips for each in clip.references])
-        return latents.squeeze(2).unflatten(0, (batch, count)).flip(1).transpose(1, 2).to(self.dtype)
+    def encode_references(
+        self, references: Sequence[Sequence[Tensor]], clips: Sequence[Clip]
+    ) -> list[list[Tensor]]:
+        """uint8 [H, W, 3] of each reference of these clips → latents [1, C, 1, h, w] of each."""
+        assert self.conditioning is not None
+        codec, drawn = self.codec, self.conditioning.drawn
+
+        def encode(picture: Tensor, clip: Clip) -> Tensor:
+            frames = picture[None, None].to(self.device)
+            if isinstance(codec, CachedLatents):
+                return codec.encode(frames, [clip]).to(self.dtype)
+            return codec.encode(frames, drawn=drawn).to(self.dtype)
+
+        return [
+            [encode(*each) for each in zip(pictures, clip.references, strict=True)]
+            for pictures, clip in zip(references, clips, strict=True)
+        ]
+
+    def condition_of_references(
+        self,
+        pictures: Sequence[Sequence[Tensor]],
+        latents: Sequence[Sequence[Tensor]],
+        positions: Sequence[int],
+    ) -> Condition:
+        """What the model gets of clips with references, each of which stands in rows of its own, held in noise.
+
+        Args:
+            pictures: uint8 [H, W, 3] of each reference of each clip.
+            latents: those of them, as `encode_references` gives them.
+            positions: by which noise is drawn.
+        """
+        assert self.conditioning is not None
+        t, rows = self.conditioning.timestep / TIMESTEPS, list[Sequence[Tensor]]()
+        for of_clip, position in zip(latents, positions, strict=True):
+            purposes = (f"noise of reference {number}" for number in range(1, len(of_clip) + 1))
+            noise = (
+                draw_noise(each, self.config.seed, [position], purpose=purpose)
+                for each, purpose in zip(of_clip, purposes, strict=True)
+            )
+            rows.append([(1 - t) * each + t * drawn for each, drawn in zip(of_clip, noise, strict=True)])
+        nothing = torch.empty(len(rows), 0, 1, 1, 1, dtype=self.dtype, device=self.device)
+        return Condition(
+            nothing,
+            timestep=self.conditioning.timestep,
+            references=rows,
+            pictures_of_references=[*pictures],
+        )
 
     def _in_grey(
         self, frames: Tensor, shown: Sequence[Given], clips: Sequence[Clip | None], like: Tensor
@@ -352,9 +397,15 @@ class Encoders:
 
     def _num_elements(self, clip: Clip) -> int:
         """Numbers in the latents of a clip, or of a reference."""
-        channels, num_frames, *sides = self.latent_shapes[clip.bucket]
-        before = self.config.data.latent_frames_before
-        return channels * (1 if clip.is_reference else num_frames - before) * math.prod(sides)
+        if clip.is_reference:
+            sides = clip.bucket.height, clip.bucket.width
+            return self.codec.channels * math.prod(each // self.codec.spatial for each in sides)
+        channels, num_frames, height, width = self.latent_shapes[clip.bucket]
+        return channels * (num_frames - self.config.data.latent_frames_before) * height * width
+
+    @property
+    def _references_in_rows(self) -> bool:
+        return self.conditioning is not None and self.conditioning.takes_references
 
     @property
     def _noise_on_pixels(self) -> bool:
@@ -395,6 +446,11 @@ class Encoders:
         return draw_conditions(
             config.conditions, bucket.num_frames, self.codec.latent_frames, config.seed, positions
         )
+
+
+def before_clips(references: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Latents [1, C, 1, h, w] of each reference of B clips → [B, C, N, h, w], the last reference first."""
+    return torch.cat([torch.cat([*reversed(of_clip)], dim=2) for of_clip in references])
 
 
 def _grey_clip(bucket: Bucket) -> Clip:

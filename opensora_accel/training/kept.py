@@ -195,7 +195,8 @@ class CachedLatents:
 
         def encode(codec: Codec) -> Tensor:
             if given is None or how is None:
-                return codec.encode(frames.unsqueeze(0))[0]
+                drawn = how.drawn if clip.is_reference and how is not None else None
+                return codec.encode(frames.unsqueeze(0), drawn=drawn)[0]
             return how.encode(codec, frames.unsqueeze(0), [given])[0]
 
         encoded: list[Any] | None = None
@@ -210,7 +211,9 @@ class CachedLatents:
             "how": encoded,
         }
         if clip.is_reference:
-            key |= {"num_frames": 1, "is_reference": True}
+            key["is_reference"] = True
+            if how is not None and how.takes_references:
+                key["how"] = [how.place, how.drawn]
         return self._kept.value_of(clip, given, key, encode)
 
     def encoder(self) -> Codec:
@@ -250,14 +253,14 @@ class StoredCaptions:
         captions: Sequence[str],
         device: torch.device,
         dtype: torch.dtype,
-        frames: Sequence[Tensor] | None = None,
+        frames: Sequence[Sequence[Tensor]] | None = None,
     ) -> Tensor:
         """Embeddings [B, length, width] of B captions; zero behind the end of a caption.
 
         Args:
             frames: those that are read before each caption, as `TextEncoder.encode` takes them.
         """
-        shown: Sequence[Tensor | None] = [None] * len(captions) if frames is None else frames
+        shown: Sequence[Sequence[Tensor] | None] = [None] * len(captions) if frames is None else frames
         rows = [self._rows(*each, device).to(dtype) for each in zip(captions, shown, strict=True)]
         length = self.shape.length if frames is None else max(map(len, rows))
         states = torch.zeros(len(captions), length, self.shape.width, dtype=dtype)
@@ -267,7 +270,7 @@ class StoredCaptions:
             self._encoder.release()
         return states.to(device)
 
-    def _rows(self, caption: str, frames: Tensor | None, device: torch.device) -> Tensor:
+    def _rows(self, caption: str, frames: Sequence[Tensor] | None, device: torch.device) -> Tensor:
         """[tokens of the caption, and of the frames before it, width] on the host, in the encoder's type."""
         frames = self._shown(caption, frames)
         ids, mask = self.tokens(caption, frames)
@@ -284,8 +287,11 @@ class StoredCaptions:
         skipped = self._skipped(caption)
         key: dict[str, Any] = {"tokens": given, "skipped": [skipped.start, skipped.stop]}
         if frames is not None and len(frames):
-            key["frames"] = hashlib.sha256(frames.cpu().contiguous().numpy().tobytes()).hexdigest()
-            key["size"] = [*frames.shape]
+            pixels = hashlib.sha256()
+            for each in frames:
+                pixels.update(each.cpu().contiguous().numpy().tobytes())
+            key["frames"] = pixels.hexdigest()
+            key["sizes"] = [[*each.shape[:2]] for each in frames]
         rows, is_kept = self._stored.get_or_compute(key, caption, encode)
         if is_kept:
             self._needed.discard(caption)

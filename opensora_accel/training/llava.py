@@ -38,13 +38,13 @@ class LlavaEncoder(TextEncoder):
         assert isinstance(picture, InTemplate)
         return picture
 
-    def shown(self, caption: str, frames: Tensor | None) -> Tensor:
-        """uint8 [1, H, W, 3], the first frame; black for an empty caption, and where there is no frame."""
+    def shown(self, caption: str, frames: Sequence[Tensor] | None) -> Sequence[Tensor]:
+        """uint8 [H, W, 3], the first frame alone; black for an empty caption, and where there is no frame."""
         if frames is None or not len(frames):
-            return torch.zeros(1, _ANY_SIDE, _ANY_SIDE, 3, dtype=torch.uint8)
-        return frames[:1] if caption else torch.zeros_like(frames[:1])
+            return [torch.zeros(_ANY_SIDE, _ANY_SIDE, 3, dtype=torch.uint8)]
+        return [frames[0] if caption else torch.zeros_like(frames[0])]
 
-    def tokens(self, caption: str, frames: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def tokens(self, caption: str, frames: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """What the model is given for a caption in the template: ids [1, L], with those of the picture, and ones."""
         ids = self._read(caption)
         place = ids.index(self.model.config.image_token_id)
@@ -77,14 +77,14 @@ class LlavaEncoder(TextEncoder):
         captions: Sequence[str],
         device: torch.device,
         dtype: torch.dtype,
-        frames: Sequence[Tensor] | None = None,
+        frames: Sequence[Sequence[Tensor]] | None = None,
     ) -> Tensor:
         """Embeddings [B, L, width] of B captions and the first frames of their clips; zero behind the end of each.
 
         Args:
-            frames: uint8 [n, H, W, 3] of each clip, the first one first; without them all pictures are black.
+            frames: uint8 [H, W, 3] of frames of each clip, the first one first; without them all pictures are black.
         """
-        shown: Sequence[Tensor | None] = [None] * len(captions) if frames is None else frames
+        shown: Sequence[Sequence[Tensor] | None] = [None] * len(captions) if frames is None else frames
         # One by one, so that the values do not depend on which captions come together.
         states = [
             self._see_in_template(caption, self.shown(caption, each), device, dtype)
@@ -93,11 +93,12 @@ class LlavaEncoder(TextEncoder):
         return nn.utils.rnn.pad_sequence(states, batch_first=True)
 
     def _see_in_template(
-        self, caption: str, frames: Tensor, device: torch.device, dtype: torch.dtype
+        self, caption: str, frames: Sequence[Tensor], device: torch.device, dtype: torch.dtype
     ) -> Tensor:
-        """[L, width] of a picture, uint8 [1, H, W, 3], and of a caption."""
+        """[L, width] of a picture, uint8 [H, W, 3], and of a caption."""
         ids, mask = (each.to(device) for each in self.tokens(caption))
-        pixels = self.processor(images=[*frames.cpu().numpy()], return_tensors="pt")["pixel_values"]
+        pictures = [each.cpu().numpy() for each in frames]
+        pixels = self.processor(images=pictures, return_tensors="pt")["pixel_values"]
         output = self.model(
             input_ids=ids,
             attention_mask=mask,
@@ -111,7 +112,9 @@ class LlavaEncoder(TextEncoder):
         begin, end = (first + each for each in self._ends(ids[0, first:].tolist()))
         return torch.cat([of_picture[:: self._step(caption)], states[first:begin], states[end:]])
 
-    def num_tokens(self, captions: Sequence[str], frames: Sequence[Tensor] | None = None) -> list[int]:
+    def num_tokens(
+        self, captions: Sequence[str], frames: Sequence[Sequence[Tensor]] | None = None
+    ) -> list[int]:
         """How many states each caption has, with those of the picture."""
         counts = []
         for caption in captions:
@@ -143,7 +146,7 @@ class LlavaEncoder(TextEncoder):
                 "whose tokenizer and encoder belong together"
             )
 
-    def are_seen(self, frames: Sequence[Tensor]) -> list[list[bool]]:
+    def are_seen(self, frames: Sequence[Sequence[Tensor]]) -> list[list[bool]]:
         """None: the model does not tell a picture's states from others."""
         return [[] for _ in frames]
 

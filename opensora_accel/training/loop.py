@@ -101,6 +101,7 @@ class Trainer:
             digests=self.disk_cache is not None and bool(config.codec.path or config.image.path),
             held_out=config.validation.num_clips,
             sound=sound_shape(config.codec, recipe.sound) if recipe.sound else None,
+            reference_unit=one_clip.reference_unit(config),
         )
         self.tokenizer_json = self._tokenizer(saved)
         captions = [entry.caption for entry in self.loader.entries] + list(config.sample_captions)

@@ -115,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
     if output.exists():
         raise ValueError(f"{output} exists; name another file by --output, or move it away")
     folder = _pipeline_folder(given.pipeline)
-    lines = _lines(folder, given.data, 0 if given.full else given.rank)
+    lines = _lines(folder, given.data, 0 if given.full else given.rank, given.references)
     config = config_from_dict(_nested(lines), str(folder))
     _check(config)
     plan: Plan | None = None
@@ -162,6 +162,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--data", default="clips", metavar="FOLDER", help="with the videos and captions (clips)"
+    )
+    parser.add_argument(
+        "--references",
+        default="",
+        metavar="FOLDER",
+        help="with pictures of what clips show, for a model that takes them (Wan VACE, MiniMax H3)",
     )
     parser.add_argument(
         "--output", type=Path, default=Path("train.toml"), metavar="FILE", help="what is written (train.toml)"
@@ -230,7 +236,7 @@ def _model_in(folder: Path) -> ModelConfig:
     return ModelConfig(class_name=class_name, path=str(folder / author.weights))
 
 
-def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
+def _lines(folder: Path, data: str, rank: int, references: str) -> list[_Line]:
     """What the file says, by what lies in the folder.
 
     Raises:
@@ -240,6 +246,8 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
     index = read_json(indices[0], dict[str, Any]) if indices else {}
     model, author = _model_in(folder), _author_of(folder)
     recipe = configured.recipe_of(model)
+    if references and recipe.references_in_rows:
+        model = ModelConfig(path=str(folder / "transformer_ref"))
     published = dict(recipe.published)
     arguments = configured.all_arguments(model)
     text_folders = author.texts if author else ("text_encoder", "text_encoder_2")
@@ -281,6 +289,7 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
             if "data.frame_rate" in published
             else []
         ),
+        *_reference_lines(recipe, references, published),
         ("data.batch_size", 1, "clips per step, over all GPUs together: a multiple of the plan's data ranks"),
         *(
             [("model.class_name", model.class_name, "imported: its repository is on PYTHONPATH")]
@@ -318,6 +327,8 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
             lines.append(("text.cache", False, "what the encoder says of a caption depends on the frame"))
         if sees_pictures:
             lines.append(("image.path", str(folder / "image_encoder"), "what an image encoder sees of it"))
+    if references and recipe.text[0].picture:
+        lines.append(("text.cache", False, "what the encoder says of a caption depends on the references"))
     if recipe.follows_controls:
         lines += [
             (
@@ -350,6 +361,16 @@ def _lines(folder: Path, data: str, rank: int) -> list[_Line]:
     else:
         lines.append(("optim.lr", 1e-5, ""))
     return [*lines, ("plan.precision", "bf16", "")]
+
+
+def _reference_lines(recipe: Recipe, references: str, published: Mapping[str, Any]) -> Iterator[_Line]:
+    """References, where there are some."""
+    if not references:
+        return
+    yield "data.references", references, "of a.mp4 a.png; with data.num_references 2 a.0.png and a.1.png"
+    if recipe.references_in_rows:
+        side = published["data.reference_side"]
+        yield "data.reference_side", side, "as its pipeline has it; less takes fewer tokens"
 
 
 def _flow_lines(

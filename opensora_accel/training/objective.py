@@ -249,7 +249,7 @@ class Objective:
         )
 
     def _see(
-        self, captions: Sequence[str], frames: Sequence[Tensor]
+        self, captions: Sequence[str], frames: Sequence[Sequence[Tensor]]
     ) -> tuple[list[Tensor], list[list[int]], Tensor]:
         """States [B, L, width] of captions, with the frames that the first encoder sees, how many each has, and which
         of the first encoder's are the frames'."""

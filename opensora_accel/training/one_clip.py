@@ -18,10 +18,11 @@ from torch import Tensor
 from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.captions import TextShape
 from opensora_accel.training.classes import arguments_of
-from opensora_accel.training.codec import Codec, LatentShape, check_multiple, latent_shape
+from opensora_accel.training.codec import Codec, LatentShape, build_codec, check_multiple, latent_shape
 from opensora_accel.training.conditions import KINDS, Condition, Given
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.configured import (
+    all_arguments,
     causal_block_size,
     conditioning_of,
     picture_shape_of,
@@ -55,7 +56,8 @@ def check_sizes(bucket: Bucket, codec: Codec, model: Any) -> LatentShape:
 
 
 def with_references(shape: LatentShape, data: DataConfig) -> LatentShape:
-    """The latent shape [C, t, h, w] of what a model makes of a clip: before it a latent frame of each reference."""
+    """The latent shape [C, t, h, w] of what a model makes of a clip: before it a latent frame of each reference, where
+    it has them there."""
     channels, num_frames, height, width = shape
     return channels, num_frames + data.latent_frames_before, height, width
 
@@ -66,6 +68,23 @@ def tokens_per_sample(shape: LatentShape, model: Any) -> int:
     return (shape[1] // patch_time) * (shape[2] // patch_height) * (shape[3] // patch_width)
 
 
+def reference_unit(config: TrainConfig) -> int:
+    """Pixels of which the sides of references in their own shapes are multiples; 1 of a run without."""
+    if not config.data.reference_side:
+        return 1
+    codec = build_codec(config.codec, torch.device("meta"), torch.float32)
+    return codec.spatial * patches_of(all_arguments(config.model))[2]
+
+
+def square_references(config: TrainConfig) -> list[tuple[int, int]]:
+    """Height and width of references in their own shapes, as if these were squares: no file is looked at."""
+    if not config.data.reference_side:
+        return []
+    unit = reference_unit(config)
+    side = max(unit, round(config.data.reference_side / unit) * unit)
+    return [(side, side)] * config.data.num_references
+
+
 def inputs_of_one(
     config: TrainConfig,
     codec: Codec,
@@ -74,13 +93,16 @@ def inputs_of_one(
     arguments: Mapping[str, Any],
 ) -> Inputs:
     """What a model is called with for one clip, of latents [C, t, h, w] of this shape, and the longest caption."""
-    texts = with_pictures(texts, picture_tokens_of(config, *(size * codec.spatial for size in shape[2:])))
+    references = square_references(config)
+    height, width = (size * codec.spatial for size in shape[2:])
+    seen = picture_tokens_of(config, height, width, references)
+    texts = with_pictures(texts, seen)
     return Inputs(
         latents=torch.empty(1, *shape),
         timestep=torch.empty(1, shape[1]) if config.flow.is_forced else torch.empty(1),
         texts=[torch.empty(1, *each) for each in texts],
         text_masks=[torch.ones(1, each.length, dtype=torch.bool) for each in texts],
-        condition=condition_of_one(config, codec, shape),
+        condition=condition_of_one(config, codec, shape, references),
         spatial=codec.spatial,
         latent_frames=codec.latent_frames,
         config=arguments,
@@ -94,11 +116,19 @@ def with_pictures(texts: Sequence[TextShape], num_states: int) -> list[TextShape
     return [TextShape(first.length + num_states, first.width), *others]
 
 
-def picture_tokens_of(config: TrainConfig, height: int, width: int) -> int:
-    """The most states that frames which are given have among those of a caption, of a clip of this size."""
+def picture_tokens_of(
+    config: TrainConfig, height: int, width: int, references: Sequence[tuple[int, int]] = ()
+) -> int:
+    """The most states that frames which are given have among those of a caption, of a clip of this size.
+
+    Args:
+        references: height and width of each, of a run that has them in their own shapes, in place of such frames.
+    """
     taken = texts_of(config)[0]
     if not taken.picture:
         return 0
+    if references:
+        return sum(picture_tokens(config.text, taken, *size) for size in references)
     return len(_most_ends(config).numbers) * picture_tokens(config.text, taken, height, width)
 
 
@@ -114,8 +144,14 @@ def sound_of_one(config: TrainConfig, num_frames: int) -> Tensor | None:
     return torch.empty(1, *sound_shape(config.codec, taken).latents(seconds))
 
 
-def condition_of_one(config: TrainConfig, codec: Codec, shape: LatentShape) -> Condition | None:
-    """Of the shapes of what the model gets of one clip, of latents [C, t, h, w] of this shape, with its first frame."""
+def condition_of_one(
+    config: TrainConfig, codec: Codec, shape: LatentShape, references: Sequence[tuple[int, int]] = ()
+) -> Condition | None:
+    """Of the shapes of what the model gets of one clip, of latents [C, t, h, w] of this shape, with its first frame.
+
+    Args:
+        references: height and width of each, of a run that has them in their own shapes.
+    """
     conditioning = conditioning_of(config, codec)
     if conditioning is None:
         return None
@@ -129,6 +165,11 @@ def condition_of_one(config: TrainConfig, codec: Codec, shape: LatentShape) -> C
         return Condition(latents, pictures=pictures, is_apart=conditioning.apart)
     if conditioning.place == "rows":
         channels, _, *sides = shape
+        if references:
+            rows = [
+                torch.zeros(1, channels, 1, *(each // codec.spatial for each in size)) for size in references
+            ]
+            return Condition(torch.zeros(1, 0, 1, 1, 1), references=[rows])
         return Condition(torch.zeros(1, channels, 2, *sides), ends=[_most_ends(config)])
     given, marks = (torch.arange(shape[1]) < 1)[None], None
     if conditioning.has_channels:

@@ -87,10 +87,11 @@ def choose_plan(config: TrainConfig) -> Plan:
 def planned_sizes(config: TrainConfig) -> list[PlannedSize]:
     """Every size of clips of the run, in the order of the configuration.
 
-    Loads the VAE that the run names, for its sizes.
+    Loads the VAE that the run names, for its sizes, and reads the headers of references in their own shapes.
 
     Raises:
         ValueError: the model cannot be made, or a size does not fit the codec; as the trainer would say it.
+        FileNotFoundError: `data.references` of such is no folder.
     """
     sizes = []
     for size in config.data.sizes:
@@ -102,6 +103,11 @@ def planned_sizes(config: TrainConfig) -> list[PlannedSize]:
         with torch.device("meta"):
             outline: Any = true.model()
         tokens = one_clip.tokens_per_sample(true.latents, outline)
+        if true.condition is not None and true.condition.references is not None:
+            (references,) = true.condition.references
+            for each in references:
+                channels, num_frames, *sides = each.shape[1:]
+                tokens += one_clip.tokens_per_sample((channels, num_frames, sides[0], sides[1]), outline)
         heads = configured.recipe_of(config.model).num_heads(arguments_of(outline))
         sizes.append(PlannedSize(f"{size.num_frames}x{size.height}x{size.width}", true, tokens, heads))
     return sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
@@ -26,10 +27,11 @@ from opensora_accel.training.classes import arguments_of
 from opensora_accel.training.clips import Clip, clip_of, read_references
 from opensora_accel.training.conditions import Condition, weights_of
 from opensora_accel.training.configured import causal_block_size
+from opensora_accel.training.encoding import before_clips
 from opensora_accel.training.flow import draw_noise, generator, sample, staggered
 from opensora_accel.training.objective import Objective
 from opensora_accel.training.sections import DataConfig
-from opensora_accel.training.video import UnreadableVideo, Video, read_clip
+from opensora_accel.training.video import Reference, UnreadableVideo, Video, read_clip
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class SampledClip:
     kind: str = "t2v"
     # The control that it follows, of the same shape, where the video has one.
     control: Tensor | None = None
-    # Its references, uint8 [N, H, W, 3], where the run has them.
+    # Its references on white, uint8 [N, H', W', 3], where the run has them.
     references: Tensor | None = None
 
     @property
@@ -108,7 +110,7 @@ def sample_clips(
             source = sources[number] if sources else None
             # Sound is made for the frame rate that the model is told.
             rate = rates[number] if sound is None else objective.encoders.frame_rate
-            of_video = rate, sound, kind, controls[number], references[number]
+            of_video = rate, sound, kind, controls[number], _shown_references(videos[number])
             samples[number] = SampledClip(captions[number], clip, source, *of_video)
     captions = dict(enumerate(others, start=len(videos)))
     if captions:
@@ -127,7 +129,7 @@ def _sample(
     frames: Tensor | None = None,
     clips: Sequence[Clip] = (),
     controls: Sequence[Tensor | None] = (),
-    references: Sequence[Tensor | None] = (),
+    references: Sequence[Sequence[Tensor]] = (),
 ) -> list[tuple[Tensor, tuple[Tensor, int] | None]]:
     """One clip per caption, uint8 [T, H, W, 3], and its sound, where the model makes it.
 
@@ -135,19 +137,21 @@ def _sample(
         captions: each under the number that its noise is drawn by.
         kind: what is given of `frames`, uint8 [N, T, H, W, 3] of `clips`.
         controls: frames [T, H, W, 3] of the controls of those clips that have one.
-        references: those [N, H, W, 3] of each clip, of a run that has references; a caption alone has none.
+        references: those of each clip, uint8 [H, W, 3] each, of a run that has references; a caption alone has none.
     """
     encoders = objective.encoders
     channels, num_frames, *sides = encoders.latent_shapes[bucket]
-    before, pictures = objective.config.data.latent_frames_before, None
-    shown = [each for each in references if each is not None]
-    if shown:
-        pictures = encoders.encode_references(torch.stack(shown), clips)
+    before, pictures, condition = objective.config.data.latent_frames_before, None, None
+    if any(references):
+        found = encoders.encode_references(references, clips)
+        if before:
+            pictures = before_clips(found)
+        else:
+            condition = encoders.condition_of_references(references, found, [*captions])
     else:
         num_frames, before = num_frames - before, 0
     # From the caption's number and the seed: the same noise at every step of the training, to see it learn.
     noise = _noise(objective, (channels, num_frames, *sides), "sample", captions)
-    condition = None
     if encoders.conditioning is not None and encoders.conditioning.is_needed([kind]):
         if frames is None:
             size = bucket.num_frames, bucket.height, bucket.width
@@ -265,16 +269,22 @@ def _middle_of(video: Video, config: DataConfig, path: str | Path) -> Tensor:
         return torch.full((bucket.num_frames, bucket.height, bucket.width, 3), 128, dtype=torch.uint8)
 
 
-def _references_of(video: Video) -> Tensor | None:
-    """uint8 [N, H, W, 3]; white where they cannot be read, and None where the video has none."""
-    if not video.references:
-        return None
+def _references_of(video: Video) -> list[Tensor]:
+    """uint8 [H, W, 3] of each; white where they cannot be read."""
     try:
         return read_references(video)
     except UnreadableVideo as error:
         logger.warning("a sample has white in the place of what cannot be read: %s", error)
-        size = len(video.references), video.bucket.height, video.bucket.width, 3
-        return torch.full(size, 255, dtype=torch.uint8)
+        return [torch.full((each.height, each.width, 3), 255, dtype=torch.uint8) for each in video.references]
+
+
+def _shown_references(video: Video) -> Tensor | None:
+    """uint8 [N, H, W, 3], the references in the size of the video's clips, on white; None where it has none."""
+    if not video.references:
+        return None
+    size = video.bucket.height, video.bucket.width
+    as_clips = [Reference(each.path, *size) for each in video.references]
+    return torch.stack(_references_of(dataclasses.replace(video, references=tuple(as_clips))))
 
 
 def write_comparison(folder: Path, samples: Sequence[SampledClip]) -> list[Path]:

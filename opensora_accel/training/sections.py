@@ -49,10 +49,13 @@ class DataConfig:
     VACE): of a.mp4 a video of as many frames, of its shape, and of a picture a picture. A file without one is learned
     from text alone."""
     references: str = ""
-    """Folder with pictures of what clips show (a person, a thing, a place), for a model that takes them (Wan VACE): of
-    a.mp4 a.png, or a.0.png, a.1.png and so on, of any shape. Every file has as many."""
-    num_references: Annotated[int, Field(ge=1, le=8)] = 1
-    """How many references each file has, each of which takes a latent frame more."""
+    """Folder with pictures of what clips show (a person, a thing, a place), for a model that takes them (Wan VACE,
+    MiniMax H3): of a.mp4 a.png, or a.0.png, a.1.png and so on, of any shape. Every file has as many."""
+    num_references: Annotated[int, Field(ge=1, le=9)] = 1
+    """How many references each file has, each of which takes a latent frame more, or rows of its own."""
+    reference_side: Annotated[int, Field(ge=0, le=8192)] = 0
+    """The shorter side of references in pixels, for a model that takes each in its own shape (MiniMax H3: 2048); 0 is
+    for one that takes them in the size of clips, on white (Wan VACE)."""
     num_frames: Count = 9
     """Frames per clip."""
     frame_stride: Count = 1
@@ -85,6 +88,11 @@ class DataConfig:
             raise ValueError(
                 f"data.num_references ({self.num_references}) says how many pictures of data.references each file has; "
                 "name that folder, or leave data.num_references out"
+            )
+        if self.reference_side and not self.references:
+            raise ValueError(
+                f"data.reference_side ({self.reference_side}) says how large pictures of data.references are; name "
+                "that folder, or leave data.reference_side out"
             )
         if self.folder and self.folders:
             raise ValueError("data.folders stands in place of data.folder; leave one of them out")
@@ -121,7 +129,7 @@ class DataConfig:
     @property
     def latent_frames_before(self) -> int:
         """How many latent frames of references stand before those of a clip."""
-        return self.num_references if self.references else 0
+        return self.num_references if self.references and not self.reference_side else 0
 
     def is_regularisation(self, file: str) -> bool:
         """Whether a file, by its path in `root`, is one of data.regularisation."""

@@ -25,6 +25,7 @@ from opensora_accel.communications import gather_objects
 from opensora_accel.fsdp import set_last_microbatch
 from opensora_accel.plan import Plan
 from opensora_accel.training import build, configured, one_clip
+from opensora_accel.training.beside import largest_reference
 from opensora_accel.training.captions import TextShape
 from opensora_accel.training.classes import is_path, make, parameters_of
 from opensora_accel.training.codec import LatentFrames, build_codec, latent_shape
@@ -47,8 +48,8 @@ from shardformer.engine import weight_dtype
 
 # Of the small codec: pixels a side of a latent position.
 _PATCH = 4
-# Where references lie in the folder of generated clips.
-_REFERENCES = "references"
+# Where references lie in the folder of generated clips, and their shorter side where they keep their shape.
+_REFERENCES, _SIDE = "references", 16
 
 
 def proof_of(config: TrainConfig, folder: Path, max_ranks: int) -> Proof:
@@ -64,7 +65,7 @@ def proof_of(config: TrainConfig, folder: Path, max_ranks: int) -> Proof:
         folder / "clips",
         with_sound=with_sound,
         of_lengths=True,
-        num_references=config.data.latent_frames_before,
+        num_references=config.data.num_references if config.data.references else 0,
     )
     tiny = tiny_config(config, clips)
     true = TrueSize.of(config)
@@ -98,6 +99,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         masks=str(folder) if config.data.masks else "",
         controls=str(folder) if config.data.controls else "",
         references=str(folder / _REFERENCES) if config.data.references else "",
+        reference_side=_SIDE if config.data.reference_side else 0,
         # Three causal blocks where there are any.
         num_frames=6 if is_causal else 5,
         frame_stride=1,
@@ -230,7 +232,7 @@ class TrueSize:
     arguments: dict[str, Any]
     # [C, t, h, w] of a clip.
     latents: tuple[int, int, int, int]
-    # Of the shapes of what one clip's model gets of frames that are given.
+    # Of the shapes of what one clip's model gets of frames that are given, or of references in their own shapes.
     condition: Condition | None
     # Pixels along each side of a latent position, and frames per latent frame.
     spatial: int
@@ -240,12 +242,13 @@ class TrueSize:
     texts: Sequence[TextShape]
     # Latents [1, C, L, M] of its sound, where the model makes sound.
     sound: torch.Tensor | None
-    # The most states that frames which are given have among those of a caption.
+    # The most states that frames which are given, or those references, have among those of a caption.
     picture_tokens: int
 
     @classmethod
     def of(cls, config: TrainConfig) -> TrueSize:
-        """With the sizes of the VAE that the run names; none of its weights is read."""
+        """With the sizes of the VAE that the run names; none of its weights is read. Of references in their own shapes
+        headers are, and each counts as the largest."""
         codec = build_codec(config.codec, torch.device("meta"), torch.float32)
         # With buckets, of the one that takes the most memory.
         largest = max(config.data.sizes, key=lambda size: size.num_frames * size.height * size.width)
@@ -253,12 +256,16 @@ class TrueSize:
         latents = one_clip.with_references(latents, config.data)
         texts = text_shapes(config.text, configured.texts_of(config))
         arguments = configured.model_arguments(config, codec, texts)
-        condition = one_clip.condition_of_one(config, codec, latents)
+        references = list[tuple[int, int]]()
+        if config.data.reference_side:
+            size = largest_reference(config.data, one_clip.reference_unit(config))
+            references = [size] * config.data.num_references
+        condition = one_clip.condition_of_one(config, codec, latents, references)
         batch_size = largest.batch_size or config.data.batch_size
         plan = config.plans.get(largest, config.plan)
         compression = codec.spatial, codec.latent_frames
         sound = one_clip.sound_of_one(config, largest.num_frames)
-        more = one_clip.picture_tokens_of(config, largest.height, largest.width)
+        more = one_clip.picture_tokens_of(config, largest.height, largest.width, references)
         return cls(config, plan, arguments, latents, condition, *compression, batch_size, texts, sound, more)
 
     def model(self) -> nn.Module:
@@ -279,6 +286,9 @@ class TrueSize:
                 pictures=None if pictures is None else torch.ones(batch, *pictures.shape[1:], dtype=dtype),
                 marks=None if marks is None else torch.zeros(batch, *marks.shape[1:], dtype=dtype),
                 ends=None if condition.ends is None else condition.ends * batch,
+                references=None
+                if condition.references is None
+                else [[torch.randn_like(each, dtype=dtype) for each in condition.references[0]]] * batch,
             )
         sound = None if self.sound is None else torch.randn(batch, *self.sound.shape[1:], dtype=dtype)
         texts = one_clip.with_pictures(self.texts, self.picture_tokens)

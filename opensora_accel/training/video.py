@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import av
 import numpy
@@ -167,9 +167,7 @@ def read_whole_picture(path: str | os.PathLike[str], height: int, width: int) ->
     Raises:
         UnreadableVideo: the file is missing or damaged.
     """
-    with _open_image(path) as image:
-        upright = ImageOps.exif_transpose(image).convert("RGBA")
-        picture = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright).convert("RGB")
+    picture = _upright_on_white(path)
     unit = _PICTURE_UNIT
     picture = picture.resize(
         (max(unit, picture.width // unit * unit), max(unit, picture.height // unit * unit)),
@@ -183,6 +181,27 @@ def read_whole_picture(path: str | os.PathLike[str], height: int, width: int) ->
     canvas = torch.full((height, width, 3), 255, dtype=torch.uint8)
     canvas[top : top + size[0], left : left + size[1]] = fitted.round().to(torch.uint8).permute(1, 2, 0)
     return canvas
+
+
+def read_stretched_picture(path: str | os.PathLike[str], height: int, width: int) -> Tensor:
+    """A picture, upright, stretched to this size: uint8 [height, width, 3].
+
+    The filter is that of MiniMax H3's pipeline. What can be seen through is white.
+
+    Raises:
+        UnreadableVideo: the file is missing or damaged.
+    """
+    picture = _upright_on_white(path)
+    if picture.size != (width, height):
+        picture = picture.resize((width, height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(numpy.array(picture))
+
+
+def _upright_on_white(path: str | os.PathLike[str]) -> Image.Image:
+    """Of red, green and blue."""
+    with _open_image(path) as image:
+        upright = ImageOps.exif_transpose(image).convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright).convert("RGB")
 
 
 def is_image(path: str | os.PathLike[str]) -> bool:
@@ -359,6 +378,17 @@ _PROGRESS_FROM_FILES = 200
 PROBE_THREADS = 8  # opening files waits on storage more than on the processor
 
 
+class Reference(NamedTuple):
+    """A picture of what a video shows, and the size that a model takes it at."""
+
+    # The whole path.
+    path: str
+    height: int
+    width: int
+    # Fitted into that size, on white; else stretched to it, by less than a unit of the model.
+    is_on_white: bool = True
+
+
 @dataclass(frozen=True)
 class Video:
     """An entry whose file has been looked at."""
@@ -372,8 +402,8 @@ class Video:
     mask: str | None = None
     # The whole path of the control that it follows.
     control: str | None = None
-    # The whole paths of its references.
-    references: tuple[str, ...] = ()
+    # In the order in which they are numbered.
+    references: tuple[Reference, ...] = ()
 
 
 def index_videos(

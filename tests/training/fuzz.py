@@ -116,6 +116,7 @@ BAD: dict[str, list[Any]] = {
     "data.controls": ["/nowhere"],
     "data.references": ["/nowhere"],
     "data.num_references": [2],
+    "data.reference_side": [32],
     "data.num_frames": [0, 1.5, HUGE, NAN],
     "data.frame_stride": [0, 10_000, HUGE],
     "data.height": [0, -8, 7, 12, 8 * HUGE, "tall"],

@@ -49,7 +49,7 @@ class Inputs:
     texts: Sequence[Tensor]
     # Bool [B, L] of each, false behind the end of a caption; none where the model is not told.
     text_masks: Sequence[Tensor]
-    # Frames that are given.
+    # Frames that are given, or references in rows of their own.
     condition: Condition | None = None
     # Frames a second.
     frame_rate: float = 25.0
@@ -257,8 +257,18 @@ class Recipe:
 
     @property
     def follows_controls(self) -> bool:
-        """Whether it takes controls, as pose and depth, and references, as a picture of a person."""
+        """Whether it takes controls, as pose and depth."""
         return any(each.place == "branch" for each in self.frames)
+
+    @property
+    def references_in_rows(self) -> bool:
+        """Whether weights of its own take references, as pictures of a person, each in its own shape."""
+        return any(each.takes_references for each in self.frames)
+
+    @property
+    def takes_references(self) -> bool:
+        """Whether it takes references, in a branch or in rows."""
+        return self.follows_controls or self.references_in_rows
 
     @property
     def begins_with_a_frame(self) -> bool:
@@ -317,19 +327,13 @@ class Recipe:
                 timestep=self.levels.numbers(times, inputs.alpha),
             )
         latents = inputs.latents
-        in_rows = None
+        in_rows: Sequence[Tensor] = ()
         if inputs.condition is not None:
             latents, in_rows = inputs.condition.put(latents), inputs.condition.in_rows()
         if self.layout == "tokens":
             # Rows of their own come first.
-            latents = torch.cat(
-                [
-                    to_patches(each, patches_of(inputs.config))
-                    for each in (in_rows, latents)
-                    if each is not None
-                ],
-                dim=1,
-            )
+            patches = patches_of(inputs.config)
+            latents = torch.cat([to_patches(each, patches) for each in (*in_rows, latents)], dim=1)
         elif self.layout == "frames":
             latents = latents.transpose(1, 2)
         elif self.layout == "channels last":

@@ -32,11 +32,8 @@ def check_recipe(recipe: Recipe, config: TrainConfig) -> None:
         _check_first_frame(family, config)
     _check_pictures(family, recipe.pictures, config)
     _check_forcing(family, recipe, config)
-    if config.model.path and Path(config.model.path).resolve().name == "transformer_ref":
-        raise ValueError(
-            f"{config.model.path} makes clips from references, which no run here gives; choose the folder transformer "
-            "beside it"
-        )
+    if recipe.references_in_rows:
+        _check_references_in_rows(family, config)
     if config.codec.sound_path and not recipe.makes_sound:
         raise ValueError(f"{family} makes no sound; leave codec.sound_path out")
     if recipe.sound is not None and recipe.sound.shift is not None and config.flow.weighting != "none":
@@ -99,10 +96,15 @@ def _check_given(family: str, recipe: Recipe, config: TrainConfig) -> None:
             f"{family} takes no frames that are given; leave all of conditions but t2v out, or choose {others}"
         )
     _check_beside(family, recipe, config)
-    if config.conditions.are_used and recipe.text[0].picture and config.text.cache:
+    given = "the frames that are given" if config.conditions.are_used else "references"
+    if (
+        (config.conditions.are_used or config.data.references)
+        and recipe.text[0].picture
+        and config.text.cache
+    ):
         raise ValueError(
-            f"{family}'s encoder of captions sees the frames that are given, and text.cache embeds captions alone, at "
-            "the start; set text.cache to False, and cache_folder to keep what the encoder gave"
+            f"{family}'s encoder of captions sees {given}, and text.cache embeds captions alone, at the start; set "
+            "text.cache to False, and cache_folder to keep what the encoder gave"
         )
     if config.flow.frame_guidance != 1 and not (recipe.guided_by_frames and config.conditions.are_used):
         raise ValueError(
@@ -113,11 +115,52 @@ def _check_given(family: str, recipe: Recipe, config: TrainConfig) -> None:
 
 def _check_beside(family: str, recipe: Recipe, config: TrainConfig) -> None:
     """Raises ValueError where the family takes nothing of what lies beside clips."""
-    for option, what in (("controls", "follows no controls"), ("references", "takes no references")):
-        if getattr(config.data, option) and not recipe.follows_controls:
+    if config.data.controls and not recipe.follows_controls:
+        raise ValueError(
+            f"{family} follows no controls; leave data.controls out, or choose a model that does: "
+            "WanVACETransformer3DModel"
+        )
+    if config.data.references and not recipe.takes_references:
+        raise ValueError(
+            f"{family} takes no references; leave data.references out, or choose a model that does: "
+            "WanVACETransformer3DModel or MiniMaxH3Transformer3DModel"
+        )
+    if config.data.reference_side and not recipe.references_in_rows:
+        raise ValueError(
+            f"{family} takes references in the size of clips, on white; leave data.reference_side out"
+        )
+
+
+def _check_references_in_rows(family: str, config: TrainConfig) -> None:
+    """Raises ValueError where references are not as the family takes them, or are for its other weights."""
+    path = Path(config.model.path).resolve() if config.model.path else None
+    if not config.data.references:
+        if path is not None and path.name == "transformer_ref":
             raise ValueError(
-                f"{family} {what}; leave data.{option} out, or choose a model that does: WanVACETransformer3DModel"
+                f"{config.model.path} makes clips from references, and this run gives none; set data.references to a "
+                "folder with them, or choose the folder transformer beside it"
             )
+        return
+    if path is not None and path.name == "transformer" and path.with_name("transformer_ref").is_dir():
+        raise ValueError(
+            f"{config.model.path} is given no references by its pipeline; choose the folder transformer_ref beside it, "
+            "or leave data.references out"
+        )
+    if not config.data.reference_side:
+        raise ValueError(
+            f"{family} takes each reference in its own shape; set data.reference_side to the pixels of its shorter "
+            "side: 2048, as its pipeline has it, or less, which takes fewer tokens"
+        )
+    if config.conditions.are_used:
+        raise ValueError(
+            f"{family} takes references, or frames that are given, by weights of their own; leave all of conditions "
+            "but t2v out, or data.references"
+        )
+    if config.sample_captions:
+        raise ValueError(
+            f"sample_captions have no references, without which {family} of these weights makes no clip; leave "
+            "sample_captions out: samples of clips (num_samples) have theirs"
+        )
 
 
 def _check_first_frame(family: str, config: TrainConfig) -> None:

@@ -19,6 +19,15 @@ place of its frame in time and almost without noise. The caption begins with wha
     0…18         "<Picture 1>: ", 4 parts of the frame between two marks, caption
     19…24        first frame        19 (the last: 19 + 5/3 · 21)            0.999, or the clip's where that is more
 
+Weights of its own take references in the same way, each in a shape of its own: the first at the moment behind the
+caption, the second at the next, and sound and clip begin behind the last. Two, of 64 × 64 and 96 × 64 pixels, which the
+encoder has seen as 4 and 6 parts, before a caption of 9 tokens:
+
+    0…35         "<Picture 1>: ", 4 parts, "<Picture 2>: ", 6 parts, caption
+    36…39        first reference    36                                      as that of frames
+    40…45        second reference   37
+    46…          sound, clip        38 and on
+
 Rows have no batch: what differs between two clips (time, length of the caption) is the model's for all of a call, which
 therefore takes one clip.
 """
@@ -35,7 +44,7 @@ from torch import Tensor, nn
 from opensora_accel.training.captions import TextStates
 from opensora_accel.training.conditions import Conditioning
 from opensora_accel.training.flow import TIMESTEPS, shifted
-from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes
+from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes, patches_of
 from opensora_accel.training.recipes.rows import Arguments, RowOf, joined, lengths, part_tokens
 from opensora_accel.training.sound import SoundShape, SoundTokens
 
@@ -61,7 +70,7 @@ def _sound(inputs: Inputs) -> Tensor:
 
 
 def _timestep(inputs: Inputs) -> Tensor:
-    """[3], the times of the clip, of its sound and of frames that are given, from 0 (noise) to 1; else [2]."""
+    """[3], the times of the clip, of its sound and of what is given, from 0 (noise) to 1; else [2]."""
     time = inputs.timestep / TIMESTEPS
     times = [time, shifted(time, _SOUND.alpha(inputs.alpha))]
     if inputs.condition is not None:
@@ -69,21 +78,35 @@ def _timestep(inputs: Inputs) -> Tensor:
     return 1 - torch.cat(times)
 
 
-def _ends(inputs: Inputs) -> list[int]:
-    """Which ends of the clip are given, 0 and 1."""
-    if inputs.condition is None or inputs.condition.ends is None:
-        return []
-    (given,) = inputs.condition.ends
-    return given.numbers
+def _given(inputs: Inputs) -> Sequence[Tensor]:
+    """[1, C, 1, h, w] of each frame that is given, or of each reference."""
+    return () if inputs.condition is None else inputs.condition.in_rows()
+
+
+def _given_times(inputs: Inputs) -> list[float]:
+    """How far behind the caption, in time, each of those has its place."""
+    condition = inputs.condition
+    if condition is None or condition.ends is None:
+        return [float(number) for number in range(len(_given(inputs)))]
+    (given,) = condition.ends
+    last = inputs.latent_frames.num_frames(inputs.grid[0]) - 1
+    return [end * last * (_SECOND / inputs.frame_rate) for end in given.numbers]
+
+
+def _start(inputs: Inputs) -> int:
+    """How far behind the caption, in time, sound and clip begin: a moment for each reference."""
+    has_references = inputs.condition is not None and inputs.condition.references is not None
+    return len(_given(inputs)) if has_references else 0
 
 
 def _counts(inputs: Inputs) -> tuple[int, int, int, int]:
-    """Rows of the caption, of frames that are given, of sound and of the clip."""
+    """Rows of the caption, of frames that are given or references, of sound and of the clip."""
     assert inputs.sound is not None
     of_time, down, across = inputs.grid
+    _, *patch = patches_of(inputs.config)
     return (
         inputs.text.size(1),
-        len(_ends(inputs)) * down * across,
+        sum(each.size(3) // patch[0] * (each.size(4) // patch[1]) for each in _given(inputs)),
         inputs.sound.size(2) * inputs.sound.size(3),
         of_time * down * across,
     )
@@ -107,7 +130,7 @@ def _tags(inputs: Inputs) -> Tensor:
 
 
 def _rows(inputs: Inputs, *kinds: int) -> Tensor:
-    """[n], which rows the caption (0), frames that are given (1), the sound (2) or the clip (3) have."""
+    """[n], which rows the caption (0), what is given (1), the sound (2) or the clip (3) have."""
     counts, device = _counts(inputs), inputs.latents.device
     firsts = [sum(counts[:kind]) for kind in kinds]
     return torch.cat(
@@ -129,9 +152,9 @@ def _places(inputs: Inputs) -> Tensor:
     """[rows, 3], fp64."""
     assert inputs.sound is not None
     device = inputs.latents.device
-    of_time, down, across = inputs.grid
-    height, width = inputs.latents.shape[3:]
     length = inputs.text.size(1)
+    start = length + _start(inputs)
+    _, *patch = patches_of(inputs.config)
 
     def numbers(count: int) -> Tensor:
         return torch.arange(count, dtype=torch.float64, device=device)
@@ -141,16 +164,26 @@ def _places(inputs: Inputs) -> Tensor:
         return torch.stack(torch.meshgrid(*sides, indexing="ij"), dim=-1).flatten(0, 2)
 
     zero = numbers(1)
-    rows, columns = _side(height, width, down, device), _side(width, height, across, device)
-    before = inputs.latent_frames.starts(of_time, device).double()
+
+    def sides(latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the patches of a frame."""
+        height, width = latents.shape[3:]
+        return (
+            _side(height, width, height // patch[0], device),
+            _side(width, height, width // patch[1], device),
+        )
+
+    rows, columns = sides(inputs.latents)
     edges = [columns[:1], columns[-1:]]
     channels = [
-        places(length + numbers(inputs.sound.size(2)), zero, edge) for edge in edges[: inputs.sound.size(3)]
+        places(start + numbers(inputs.sound.size(2)), zero, edge) for edge in edges[: inputs.sound.size(3)]
     ]
-    per_frame = _SECOND / inputs.frame_rate
-    clip = places(length + before * per_frame, rows, columns)
-    last = inputs.latent_frames.num_frames(of_time) - 1
-    given = [places(length + zero + end * last * per_frame, rows, columns) for end in _ends(inputs)]
+    before = inputs.latent_frames.starts(inputs.grid[0], device).double()
+    clip = places(start + before * (_SECOND / inputs.frame_rate), rows, columns)
+    given = [
+        places(length + zero + time, *sides(each))
+        for each, time in zip(_given(inputs), _given_times(inputs), strict=True)
+    ]
     return torch.cat([places(numbers(length), zero, zero), *given, *channels, clip])
 
 
@@ -213,7 +246,7 @@ RECIPE = Recipe(
         ),
     ),
     # Noise and seed are those of its pipeline (keyframe_noise_aug, keyframe_encode_seed).
-    frames=(Conditioning("rows", timestep=1.0, drawn=42),),
+    frames=(Conditioning("rows", timestep=1.0, drawn=42, takes_references=True),),
     takes_frame_rate=True,
     sound=_SOUND,
     packs=True,
@@ -222,6 +255,7 @@ RECIPE = Recipe(
         "data.height": 768,
         "data.width": 1344,
         "data.frame_rate": 24.0,
+        "data.reference_side": 2048,
         "text.length": 512,
         "flow.shift": 12.0,
         # It was distilled from guided answers, and is asked with a caption alone.
