@@ -189,7 +189,7 @@ def test_an_encoder_that_sees_from_its_folder(parts, sees):
 
 
 def test_states_of_frames_are_kept_in_a_folder(sees, tmp_path):
-    """By their pixels: what was computed is found again, without the encoder, and other pixels are computed."""
+    """By their pixels and shapes: what was computed is found again, without the encoder, and others are computed."""
     config, reader = sees
     frames = torch.randint(
         0, 256, (3, 32, 48, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
@@ -209,6 +209,8 @@ def test_states_of_frames_are_kept_in_a_folder(sees, tmp_path):
         ([frames[:1], frames[1:]], 1),
         ([frames[:1], frames[1:]], 1),
         ([frames[1:2]] * 2, 2),
+        # Of the same bytes, in another shape.
+        ([[frames[1].reshape(48, 32, 3)], frames[1:2]], 3),
     ):
         found = kept().encode(CAPTIONS, CPU, torch.float32, shown)
         torch.testing.assert_close(found, reader.encode(CAPTIONS, CPU, torch.float32, shown), rtol=0, atol=0)

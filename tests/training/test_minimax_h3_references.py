@@ -436,16 +436,27 @@ def sampled(config):
 
     trainer = Trainer(config)
     trainer.train()
+    encoders, positions = trainer.objective.encoders, []
+    original = encoders.condition_of_references
+
+    def noted(*given):
+        positions.append(given[2])
+        return original(*given)
+
+    encoders.condition_of_references = noted
     videos = trainer.loader.videos[:2]
     swapped = [dataclasses.replace(video, references=video.references[::-1]) for video in videos]
     with torch.no_grad():
-        return [samples.sample_clips(trainer.objective, each) for each in (videos, swapped)]
+        return [samples.sample_clips(trainer.objective, each) for each in (videos, swapped)], positions
 
 
 def test_samples_have_the_references_of_the_video_beside_them(ranks, folder, tmp_path):
     changes = {"steps": 3, "num_samples": 2, "flow.sample_steps": 2, "optim.lr": 0.05, "optim.ema_decay": 0.0}
     changes |= {"validation.num_clips": 1, "validation.every": 2, "data.batch_size": 2}
-    (made, swapped), *_ = ranks(2, sampled, run_config(folder, tmp_path, Plan(ulysses=2), **changes))
+    ((made, swapped), positions), *_ = ranks(
+        2, sampled, run_config(folder, tmp_path, Plan(ulysses=2), **changes)
+    )
+    assert positions == [[0, 1]] * 2, "each has noise of its own"
     for each, other in zip(made, swapped, strict=True):
         assert each.references.shape == (2, 24, 40, 3) and each.clip.shape == (5, 24, 40, 3)
         assert not torch.equal(each.clip, other.clip), "their order counts"
