@@ -97,5 +97,5 @@ def test_a_step_is_profiled(on, run, config_file, tmp_path):
         assert 0 < record.seconds < 60
         for call in record.calls:
             # On a CPU who waits is woken when there is a core for it, which is part of the time that it waits.
-            longest = record.seconds if on.type == "cpu" else call.end_s - call.start_s
+            longest = record.seconds if on == "cpu" else call.end_s - call.start_s
             assert 0 <= call.exposed_s <= longest + 1e-4 <= record.seconds + 2e-4
