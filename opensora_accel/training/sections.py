@@ -78,12 +78,7 @@ class DataConfig:
     over frame_stride."""
 
     def __post_init__(self) -> None:
-        sized = [bucket for bucket in parse_buckets(self.buckets) if bucket.batch_size]
-        if sized and self.packed_tokens:
-            raise ValueError(
-                f"data.buckets says how many clips of {sized[0]} are in a batch, and with data.packed_tokens rows say "
-                f"that; write {sized[0]} alone"
-            )
+        self._check_rows()
         if self.num_references != 1 and not self.references:
             raise ValueError(
                 f"data.num_references ({self.num_references}) says how many pictures of data.references each file has; "
@@ -120,6 +115,14 @@ class DataConfig:
                 raise ValueError(
                     f"data.buckets say how large clips are; leave data.{name} out, or leave data.buckets out"
                 )
+
+    def _check_rows(self) -> None:
+        sized = [bucket for bucket in parse_buckets(self.buckets) if bucket.batch_size]
+        if sized and self.packed_tokens:
+            raise ValueError(
+                f"data.buckets says how many clips of {sized[0]} are in a batch, and with data.packed_tokens rows say "
+                f"that; write {sized[0]} alone"
+            )
 
     @property
     def root(self) -> str:
