@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from opensora_accel import Plan
 from opensora_accel.training.rows import Cost, fill_rows
 from opensora_accel.training.samples import write_video
 from opensora_accel.training.sections import DataConfig
-from tests.tiers import some
+from opensora_accel.training.video import probe, read_clip
+from tests.tiers import PROVE, some
 from tests.training.runs import assert_one_run, tiny_config
 from tests.training.test_families import config_of, trained, whole
 
@@ -258,3 +260,61 @@ def test_what_rows_cannot_have_is_told_before_the_run(
 def test_a_bucket_that_says_how_many_clips_it_has_is_refused():
     with pytest.raises(ValueError, match="write 5x24x40 alone"):
         DataConfig(folder="clips", buckets=("5x24x40:3", "1x24x40"), packed_tokens=400)
+
+
+BUNNY = Path(__file__).resolve().parents[2] / "data" / "bunny"
+
+
+def bunny_of_three_lengths(folder):
+    """The four clips whole, their first 17 and their first 9 frames, at every eighth of which are 5, 3 and 2."""
+    folder.mkdir()
+    lines = []
+    captions = [
+        json.loads(line) for line in (BUNNY / "metadata.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    for entry in captions:
+        info = probe(BUNNY / entry["file"])
+        for length in (33, 17, 9):
+            name = f"{length}_{entry['file']}"
+            frames = read_clip(BUNNY / entry["file"], 0, length, height=32, width=56)
+            write_video(folder / name, frames, round(info.fps))
+            lines.append(json.dumps({"file": name, "caption": entry["caption"]}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+@PROVE
+@pytest.mark.skipif(not BUNNY.is_dir(), reason="its clips are not there: make data/bunny/metadata.jsonl")
+def test_bunny_in_rows_for_a_hundred_steps(tmp_path, parallel_registry):
+    """Every sample's loss is that of a call of its own, step by step; how much of a padded batch would be padding."""
+    from opensora_accel.training.loop import Trainer
+
+    folder = bunny_of_three_lengths(tmp_path / "clips")
+    data = {
+        "buckets": ["2x32x56", "3x32x56", "5x32x56"],
+        "frame_stride": 8,
+        "batch_size": 2,
+        "packed_tokens": 560,
+    }
+    changes = {"data": {"folder": str(folder), **data}, "text.length": 48, "steps": 100}
+    trainer = Trainer(tiny_config(folder, tmp_path / "run", Plan(precision="fp64"), **changes))
+    objective, of_row, worst, shapes = trainer.objective, trainer.objective.loss_of_row, 0.0, []
+
+    def beside(row):
+        nonlocal worst
+        loss = of_row(row)
+        with torch.no_grad():
+            alone = sum(objective.loss(sample) for sample in row)
+        worst = max(worst, abs(loss.item() / alone.item() - 1))
+        shapes.append([trainer.num_tokens[sample.bucket] for sample in row])
+        return loss
+
+    objective.loss_of_row = beside
+    losses = [trainer.step()["loss"] for _ in range(100)]
+    assert worst < 1e-9 and sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    steps = [[*first, *second] for first, second in zip(shapes[::2], shapes[1::2], strict=True)]
+    padding = 1 - sum(map(sum, steps)) / sum(max(step) * len(step) for step in steps)
+    print(
+        f"worst {worst:.1e}, padding of batches {padding:.2f}, of rows 0; loss {losses[0]:.3f} → {losses[-1]:.3f}"
+    )
+    assert {size for step in steps for size in step} == {56, 84, 140} and padding > 0.2
