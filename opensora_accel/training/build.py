@@ -101,7 +101,7 @@ def build_model(
     shapes: dict[Bucket, LatentShape] = {}
     for bucket in config.data.sizes:
         with _named(bucket, config.data):
-            shapes[bucket] = with_references(check_sizes(bucket, codec, outline), config.data)
+            shapes[bucket] = with_references(check_sizes(bucket, codec, outline), config)
     conditioning = conditioning_of(config, codec)
     check_conditions(config.conditions, config.data.sizes, codec.latent_frames, conditioning)
     check_conditioning(recipe, conditioning, config)
@@ -130,12 +130,18 @@ def build_model(
 def _hint(argument: str, recipe: Recipe, codec: Codec) -> str:
     """Where an argument that does not fit may come from."""
     ways = [each for each in recipe.frames if not each.always]
-    extra = max((each.num_channels(codec.channels, codec.latent_frames.temporal) for each in ways), default=0)
+    of_ways = [(each.num_channels(codec.channels, codec.latent_frames.temporal), each) for each in ways]
+    extra = max((count for count, each in of_ways if not each.of_control), default=0)
+    of_control = max((count for count, each in of_ways if each.of_control), default=0)
     pictures = " (pictures' states, as image-to-video models take them, come from image.path)"
     not_yet = " (first frames that are given are not trained in this family yet)"
     channels = "" if any(each.frames for each in (recipe, *recipe.variants)) else not_yet
     if extra:
         channels = f" (conditions, as --conditions.i2v_head 1, take {extra} of {codec.channels + extra})"
+    if of_control:
+        channels += (
+            f" (weights that follow --data.controls have {of_control} of {codec.channels + of_control})"
+        )
     return {
         "image_dim": pictures,
         "added_kv_proj_dim": pictures,

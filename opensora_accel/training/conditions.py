@@ -17,6 +17,12 @@ latent frame whether the two frames in its middle are given, times the VAE's fac
 
     mask         1    |    0    |    0          of frames 0, 2 and 3, 6 and 7
 
+Its weights that follow a control have no mask. Behind the noisy clip stands the control, whole, and behind that the
+first frame, encoded by itself; where it is not given, a reference may stand there:
+
+    control      c    c c c c    c c c c        zero without a control
+    picture      0    |    ·    |    ·          zero without a picture
+
 LTX-Video and Wan 2.2 5B take it in the place of what is noisy, and every token has a time of its own:
 
     input      16 channels: latent frame 0 of the picture, 1 and 2 noisy
@@ -229,6 +235,8 @@ class Conditioning:
     apart: bool = False
     # In rows: weights of their own take references so, held at the same timestep, where no frames are given.
     takes_references: bool = False
+    # Those channels are of a control, and behind it of a first frame that is given, or of a reference.
+    of_control: bool = False
     # Frames at the end of a clip may be given too. Each end is encoded by itself, and its latent frames are all marked:
     # of one last frame the last one.
     at_both_ends: bool = False
@@ -238,12 +246,18 @@ class Conditioning:
         """Whether the model has channels behind those of the noisy clip; of latents in their place, they say where."""
         return self.place == "channels" or self.mask is not None
 
+    @property
+    def follows_controls(self) -> bool:
+        """Whether it takes controls, as pose and depth, and references, as a picture of a person."""
+        return self.place == "branch" or self.of_control
+
     def num_channels(self, codec_channels: int, temporal: int) -> int:
         """Channels of what is given and its mask, behind those of the noisy clip."""
         if not self.has_channels:
             return 0
         of_mask = {"frames": temporal, "latent frames": 1, "middle frames": 1, None: 0}[self.mask]
-        return of_mask if self.mask_alone else codec_channels + of_mask
+        before = codec_channels if self.of_control else of_mask
+        return of_mask if self.mask_alone else before + codec_channels
 
     def input_channels(self, codec: Codec) -> int:
         """All channels that a model takes, with those of the noisy clip."""
@@ -391,18 +405,8 @@ def check_conditions(
     fitting = {bucket: _fitting(config, bucket.num_frames, latent_frames) for bucket in buckets}
     sizes = ", ".join(map(str, buckets))
     for kind, weight in config.weights.items():
-        in_rows = conditioning is not None and conditioning.place == "rows"
-        if weight and in_rows and max(KINDS[kind]) > 1:
-            raise ValueError(
-                f"conditions.{kind} gives {max(KINDS[kind])} frames, and this model takes the first, the last or both; "
-                "set it to 0, and conditions.i2v_head, i2v_tail or i2v_loop above 0"
-            )
-        takes_tails = conditioning is None or conditioning.others or in_rows or conditioning.at_both_ends
-        if weight and KINDS[kind].tail and not takes_tails:
-            raise ValueError(
-                f"conditions.{kind} gives frames at the end of a clip, and this model takes them at its beginning; set "
-                "it to 0, and conditions.i2v_head or v2v_head above 0"
-            )
+        if weight and conditioning is not None:
+            _check_kind(kind, conditioning)
         if weight and not any(kind in weights for weights in fitting.values()):
             given = KINDS[kind].head + KINDS[kind].tail
             raise ValueError(
@@ -415,6 +419,26 @@ def check_conditions(
                 f"no kind of conditions leaves anything to learn of a clip of {bucket}, and conditions.t2v is 0; give "
                 "t2v a weight, or leave that size out of --data.buckets"
             )
+
+
+def _check_kind(kind: str, conditioning: Conditioning) -> None:
+    """Raises ValueError where a model takes no such frames of a clip."""
+    if conditioning.of_control and kind not in ("t2v", "i2v_head"):
+        raise ValueError(
+            f"conditions.{kind} gives other frames than the first, and this model takes that one alone, behind a "
+            "control; set it to 0, and conditions.i2v_head above 0"
+        )
+    in_rows = conditioning.place == "rows"
+    if in_rows and max(KINDS[kind]) > 1:
+        raise ValueError(
+            f"conditions.{kind} gives {max(KINDS[kind])} frames, and this model takes the first, the last or both; "
+            "set it to 0, and conditions.i2v_head, i2v_tail or i2v_loop above 0"
+        )
+    if KINDS[kind].tail and not (conditioning.others or in_rows or conditioning.at_both_ends):
+        raise ValueError(
+            f"conditions.{kind} gives frames at the end of a clip, and this model takes them at its beginning; set "
+            "it to 0, and conditions.i2v_head or v2v_head above 0"
+        )
 
 
 def draw_conditions(

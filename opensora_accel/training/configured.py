@@ -191,15 +191,21 @@ def conditioning_of(config: TrainConfig, codec: Codec) -> Conditioning | None:
 
     A family may have several ways, and its weights, or `model.config`, one: they have the channels for it.
     """
-    ways = [
-        each
-        for each in recipe_of(config.model).frames
-        if config.conditions.are_used or each.always or (config.data.references and each.takes_references)
-    ]
+    channels = given_arguments(config.model).get("in_channels")
+    follows = bool(config.data.controls or config.data.references)
+
+    def is_asked_for(each: Conditioning) -> bool:
+        if each.of_control:
+            # Those weights have its channels whatever a run gives.
+            return follows or each.input_channels(codec) == channels
+        if each.takes_references and config.data.references:
+            return True
+        return each.always or (config.conditions.are_used and not follows)
+
+    ways = [each for each in recipe_of(config.model).frames if is_asked_for(each)]
     if config.flow.is_forced:
         # There they have a time.
         ways = [each for each in ways if each.place == "latents"]
-    channels = given_arguments(config.model).get("in_channels")
     fitting = [each for each in ways if each.input_channels(codec) == channels]
     return next(iter([*fitting, *ways]), None)
 

@@ -2,7 +2,7 @@
 
     clip ──► codec ──► latents [B, C, t, h, w], behind those of its references, where it has some
     frames that are given ──► mask, latents, picture: a `Condition` (`conditions.py`)
-    control ──► codec ──► what a branch takes
+    control ──► codec ──► what a branch takes, or channels behind those of the noisy clip
     sound ──► latents, or silence, which is not learned
 
 No model is needed for it, so that it is the same for both experts of a run and at every time. What is computed here may
@@ -175,7 +175,7 @@ class Encoders:
                 masks = batch.masks.to(self.device)
                 shares = latent_shares(masks, self.codec.latent_frames, *clean.shape[-2:])
                 learned = shares if learned is None else shares * learned
-            if references is not None:
+            if references is not None and self.recipe.latent_frames_before(self.config.data):
                 # A sampler makes them too.
                 clean = torch.cat([references, clean], dim=2)
                 if learned is not None:
@@ -262,6 +262,9 @@ class Encoders:
             to_be_made = self._in_grey(frames if controls is None else controls, parts, followed, like)
             return branch_condition(kept, to_be_made, given, *sizes, self.codec.spatial, references)
         condition, whole = encode_condition(self.conditioning, encode, given, *sizes, like, self.codec.factor)
+        if self.conditioning.of_control:
+            behind = self._behind_control(condition.latents, given, clips, controls, references)
+            condition = condition._replace(latents=behind)
         if self.conditioning.timestep:
             noise = draw_noise(
                 condition.latents, self.config.seed, positions, purpose="noise of given frames"
@@ -328,6 +331,30 @@ class Encoders:
             pictures_of_references=[*pictures],
         )
 
+    def _behind_control(
+        self,
+        pictures: Tensor,
+        given: Sequence[Given],
+        clips: Sequence[Clip],
+        controls: Tensor | None,
+        references: Tensor | None,
+    ) -> Tensor:
+        """[B, C, t, h, w], of first frames that are given → [B, 2C, t, h, w], behind controls, or zero.
+
+        A reference stands where a first frame is not given; an image has no place for one.
+        """
+        followed = torch.zeros_like(pictures)
+        if controls is not None:
+            of_clips = {row: clip.control for row, clip in enumerate(clips) if clip.control is not None}
+            if of_clips:
+                rows = list(of_clips)
+                followed[rows] = self._encode(controls[rows], list(of_clips.values())).to(followed)
+        if references is not None and pictures.size(2) > 1:
+            rows = [row for row, each in enumerate(given) if not each.head]
+            pictures = pictures.clone()
+            pictures[rows, :, :1] = references[rows].to(pictures)
+        return torch.cat([followed, pictures], dim=1)
+
     def _in_grey(
         self, frames: Tensor, shown: Sequence[Given], clips: Sequence[Clip | None], like: Tensor
     ) -> Tensor:
@@ -368,10 +395,10 @@ class Encoders:
                 (kind,) = self._draw_conditions(clip.bucket, [position])
                 if kind != "t2v":
                     given.add((clip, KINDS[kind]))
-        in_branch = self._needed_in_branch(clips)
+        of_controls = self._needed_of_controls(clips)
         if config.path and (config.cache or disk_cache is not None):
             references = {(each, None) for clip in clips.values() for each in clip.references}
-            kept_ones = whole | in_branch | references | (set() if self._noise_on_pixels else given)
+            kept_ones = whole | of_controls | references | (set() if self._noise_on_pixels else given)
             num_elements = sum(self._num_elements(clip) for clip, _ in kept_ones)
             if config.cache:
                 _check_room("codec.cache keeps the latents of every clip", len(kept_ones), num_elements)
@@ -401,7 +428,7 @@ class Encoders:
             sides = clip.bucket.height, clip.bucket.width
             return self.codec.channels * math.prod(each // self.codec.spatial for each in sides)
         channels, num_frames, height, width = self.latent_shapes[clip.bucket]
-        return channels * (num_frames - self.config.data.latent_frames_before) * height * width
+        return channels * (num_frames - self.recipe.latent_frames_before(self.config.data)) * height * width
 
     @property
     def _references_in_rows(self) -> bool:
@@ -413,16 +440,18 @@ class Encoders:
         name = "" if self.conditioning is None else self.conditioning.noise_if
         return bool(name and self.arguments[name])
 
-    def _needed_in_branch(self, clips: Mapping[int, Clip]) -> set[tuple[Clip, Given | None]]:
-        """What a model with a branch needs of controls of these clips, by their positions, and of grey."""
+    def _needed_of_controls(self, clips: Mapping[int, Clip]) -> set[tuple[Clip, Given | None]]:
+        """What is encoded of controls of these clips, by their positions, and in a branch of grey."""
         needed = set[tuple[Clip, Given | None]]()
-        if self.conditioning is None or self.conditioning.place != "branch":
+        if self.conditioning is None or not self.conditioning.follows_controls:
             return needed
+        in_branch = self.conditioning.place == "branch"
         for position, clip in clips.items():
-            needed.add((_grey_clip(clip.bucket), KINDS["t2v"]))
+            if in_branch:
+                needed.add((_grey_clip(clip.bucket), KINDS["t2v"]))
             if clip.control is not None:
                 (kind,) = self._draw_conditions(clip.bucket, [position])
-                needed.add((clip.control, _part(KINDS[kind].others)))
+                needed.add((clip.control, _part(KINDS[kind].others) if in_branch else None))
         return needed
 
     def _encode(self, frames: Tensor, clips: Sequence[Clip], given: Sequence[Given] | None = None) -> Tensor:

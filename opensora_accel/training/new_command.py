@@ -49,6 +49,7 @@ _PUBLISHED = {
     "cogvideox-5b": "THUDM/CogVideoX-5b",
     "easyanimate-5.1-7b": "alibaba-pai/EasyAnimateV5.1-7b-zh-diffusers",
     "easyanimate-5.1-12b-inp": "alibaba-pai/EasyAnimateV5.1-12b-zh-InP-diffusers",
+    "easyanimate-5.1-12b-control": "alibaba-pai/EasyAnimateV5.1-12b-zh-Control-diffusers",
     "cosmos-predict2-2b": "nvidia/Cosmos-Predict2-2B-Video2World",
     # Each of its kinds lies on a branch.
     "cosmos-predict2.5-2b": "nvidia/Cosmos-Predict2.5-2B --revision diffusers/base/post-trained",
@@ -265,11 +266,9 @@ def _lines(folder: Path, data: str, rank: int, references: str) -> list[_Line]:
         while codec.latent_frames.num_latents(num_frames) % patch:
             num_frames += codec.latent_frames.unit
     sees_pictures = recipe.pictures is not None and (folder / "image_encoder").is_dir()
+    ways = [each for each in recipe.frames if each.input_channels(codec) == arguments.get("in_channels")]
     takes_frames = sees_pictures or any(
-        each.place == "channels"
-        and not each.always
-        and each.input_channels(codec) == arguments.get("in_channels")
-        for each in recipe.frames
+        each.place == "channels" and not each.always and not each.of_control for each in ways
     )
     # Whose weights do not say it.
     name = str(index.get("_class_name"))
@@ -329,7 +328,7 @@ def _lines(folder: Path, data: str, rank: int, references: str) -> list[_Line]:
             lines.append(("image.path", str(folder / "image_encoder"), "what an image encoder sees of it"))
     if references and recipe.text[0].picture:
         lines.append(("text.cache", False, "what the encoder says of a caption depends on the references"))
-    if recipe.follows_controls:
+    if any(each.follows_controls for each in ways):
         lines += [
             (
                 "conditions.t2v",

@@ -30,7 +30,6 @@ from opensora_accel.training.configured import (
     texts_of,
 )
 from opensora_accel.training.recipes import Inputs, patches_of
-from opensora_accel.training.sections import DataConfig
 from opensora_accel.training.sound import sound_shape
 from opensora_accel.training.text_encoders import picture_tokens
 
@@ -55,11 +54,11 @@ def check_sizes(bucket: Bucket, codec: Codec, model: Any) -> LatentShape:
     return shape
 
 
-def with_references(shape: LatentShape, data: DataConfig) -> LatentShape:
+def with_references(shape: LatentShape, config: TrainConfig) -> LatentShape:
     """The latent shape [C, t, h, w] of what a model makes of a clip: before it a latent frame of each reference, where
     it has them there."""
     channels, num_frames, height, width = shape
-    return channels, num_frames + data.latent_frames_before, height, width
+    return channels, num_frames + recipe_of(config.model).latent_frames_before(config.data), height, width
 
 
 def tokens_per_sample(shape: LatentShape, model: Any) -> int:

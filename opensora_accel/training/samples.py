@@ -141,10 +141,10 @@ def _sample(
     """
     encoders = objective.encoders
     channels, num_frames, *sides = encoders.latent_shapes[bucket]
-    before, pictures, condition = objective.config.data.latent_frames_before, None, None
+    before, pictures, condition = objective.recipe.latent_frames_before(objective.config.data), None, None
     if any(references):
         found = encoders.encode_references(references, clips)
-        if before:
+        if not objective.recipe.references_in_rows:
             pictures = before_clips(found)
         else:
             condition = encoders.condition_of_references(references, found, [*captions])

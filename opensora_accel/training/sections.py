@@ -46,13 +46,15 @@ class DataConfig:
     shape. White is learned, black is not, grey in part; a file without one is learned whole."""
     controls: str = ""
     """Folder with control clips (pose, depth, edges), as the files lie in theirs, for a model that follows them (Wan
-    VACE): of a.mp4 a video of as many frames, of its shape, and of a picture a picture. A file without one is learned
-    from text alone."""
+    VACE, EasyAnimate's -Control): of a.mp4 a video of as many frames, of its shape, and of a picture a picture. A file
+    without one is learned from text alone."""
     references: str = ""
     """Folder with pictures of what clips show (a person, a thing, a place), for a model that takes them (Wan VACE,
-    MiniMax H3): of a.mp4 a.png, or a.0.png, a.1.png and so on, of any shape. Every file has as many."""
+    EasyAnimate's -Control, MiniMax H3): of a.mp4 a.png, or a.0.png, a.1.png and so on, of any shape. Every file has as
+    many."""
     num_references: Annotated[int, Field(ge=1, le=9)] = 1
-    """How many references each file has, each of which takes a latent frame more, or rows of its own."""
+    """How many references each file has, each of which takes a latent frame more (Wan VACE) or rows of its own
+    (MiniMax H3); EasyAnimate takes one."""
     reference_side: Annotated[int, Field(ge=0, le=8192)] = 0
     """The shorter side of references in pixels, for a model that takes each in its own shape (MiniMax H3: 2048); 0 is
     for one that takes them in the size of clips, on white (Wan VACE)."""
@@ -130,9 +132,9 @@ class DataConfig:
         return os.path.commonpath(map(os.path.abspath, self.folders)) if self.folders else self.folder
 
     @property
-    def latent_frames_before(self) -> int:
-        """How many latent frames of references stand before those of a clip."""
-        return self.num_references if self.references and not self.reference_side else 0
+    def references_of_each(self) -> int:
+        """How many references each file has."""
+        return self.num_references if self.references else 0
 
     def is_regularisation(self, file: str) -> bool:
         """Whether a file, by its path in `root`, is one of data.regularisation."""

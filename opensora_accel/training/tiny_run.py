@@ -65,7 +65,7 @@ def proof_of(config: TrainConfig, folder: Path, max_ranks: int) -> Proof:
         folder / "clips",
         with_sound=with_sound,
         of_lengths=True,
-        num_references=config.data.num_references if config.data.references else 0,
+        num_references=config.data.references_of_each,
     )
     tiny = tiny_config(config, clips)
     true = TrueSize.of(config)
@@ -127,7 +127,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         learn_given=given.learn_given,
     )
     conditioning = None
-    if given.are_used:
+    if given.are_used or configured.recipe_of(config.model).follows_controls:
         sizes = build_codec(config.codec, torch.device("meta"), torch.float32)
         conditioning = configured.conditioning_of(config, sizes)
     return dataclasses.replace(
@@ -253,7 +253,7 @@ class TrueSize:
         # With buckets, of the one that takes the most memory.
         largest = max(config.data.sizes, key=lambda size: size.num_frames * size.height * size.width)
         latents = latent_shape(codec, largest.num_frames, largest.height, largest.width)
-        latents = one_clip.with_references(latents, config.data)
+        latents = one_clip.with_references(latents, config)
         texts = text_shapes(config.text, configured.texts_of(config))
         arguments = configured.model_arguments(config, codec, texts)
         references = list[tuple[int, int]]()

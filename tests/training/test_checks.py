@@ -161,7 +161,7 @@ def test_weights_of_another_kind_are_refused():
         for arguments, message in (
             (
                 {"in_channels": 97},
-                r"in_channels is 97, .* give 48 \(conditions, as --conditions\.i2v_head 1, take 49 of 97\)",
+                r"in_channels is 97, .* give 48 \(conditions, as --conditions\.i2v_head 1, take 49 of 97\) .* of 144\)",
             ),
             ({"text_embed_dim_t5": 64}, r"text_embed_dim_t5 is 64, .* one encoder, as EasyAnimate 5\.1"),
             ({"patch_size": 4}, r"data\.height \(24\) must be a multiple of 16"),

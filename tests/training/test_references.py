@@ -236,11 +236,14 @@ def test_one_reference_has_the_name_of_its_file(folder, tmp_path):
 def test_other_families_take_none(folder, tmp_path):
     config = config_of(folder, tmp_path)
     for recipe in RECIPES.values():
-        if recipe.follows_controls:
+        if recipe.latent_frames_before(config.data):
             check_recipe(recipe, config)
-        if recipe.takes_references:
+        if recipe.latent_frames_before(config.data) or recipe.references_in_rows:
             continue
-        with pytest.raises(ValueError, match=f"takes no references; .* {NAME} or MiniMaxH3"):
+        message = r"takes one reference, in the place of a first frame; set data\.num_references to 1"
+        if not recipe.follows_controls:
+            message = f"takes no references; .* {NAME}, EasyAnimateTransformer3DModel or MiniMaxH3"
+        with pytest.raises(ValueError, match=message):
             check_recipe(recipe, config)
 
 

@@ -31,7 +31,7 @@ from opensora_accel.training.flow import TIMESTEPS, draw_times, loss_weights, sh
 from opensora_accel.training.levels import NoiseLevels, as_noisy, of_noise_alone
 from opensora_accel.training.pictures import PictureStates
 from opensora_accel.training.recipes.rows import RowOf
-from opensora_accel.training.sections import FlowConfig
+from opensora_accel.training.sections import DataConfig, FlowConfig
 from opensora_accel.training.sound import SoundShape, SoundTokens
 from shardformer.packing import run_packed
 
@@ -257,8 +257,12 @@ class Recipe:
 
     @property
     def follows_controls(self) -> bool:
-        """Whether it takes controls, as pose and depth."""
-        return any(each.place == "branch" for each in self.frames)
+        """Whether some of its weights take controls, and references."""
+        return any(each.follows_controls for each in self.frames)
+
+    def latent_frames_before(self, data: DataConfig) -> int:
+        """How many latent frames of references stand before those of a clip, of a model that has them so."""
+        return data.references_of_each if any(each.place == "branch" for each in self.frames) else 0
 
     @property
     def references_in_rows(self) -> bool:

@@ -118,12 +118,18 @@ def _check_beside(family: str, recipe: Recipe, config: TrainConfig) -> None:
     if config.data.controls and not recipe.follows_controls:
         raise ValueError(
             f"{family} follows no controls; leave data.controls out, or choose a model that does: "
-            "WanVACETransformer3DModel"
+            "WanVACETransformer3DModel or EasyAnimateTransformer3DModel"
         )
     if config.data.references and not recipe.takes_references:
         raise ValueError(
             f"{family} takes no references; leave data.references out, or choose a model that does: "
-            "WanVACETransformer3DModel or MiniMaxH3Transformer3DModel"
+            "WanVACETransformer3DModel, EasyAnimateTransformer3DModel or MiniMaxH3Transformer3DModel"
+        )
+    has_several = recipe.references_in_rows or recipe.latent_frames_before(config.data)
+    if config.data.references_of_each > 1 and not has_several:
+        raise ValueError(
+            f"{family} takes one reference, in the place of a first frame; set data.num_references to 1, or choose a "
+            "model that takes several, as WanVACETransformer3DModel"
         )
     if config.data.reference_side and not recipe.references_in_rows:
         raise ValueError(

@@ -5,7 +5,10 @@ Weights that begin with frames ("-InP") are told of these apart from the noisy c
     given        0    · · · ·    · · · ·     noise on its pixels, black in the place of the others, encoded as a clip
     mask         1    |    0     |    0      one channel before it, times the VAE's factor
 
-Source: diffusers, EasyAnimatePipeline and EasyAnimateInpaintPipeline
+Weights that follow a control ("-Control") are told of that one whole, and behind it of a picture, in its first latent
+frame: the first frame, or a reference.
+
+Source: diffusers, EasyAnimatePipeline, EasyAnimateInpaintPipeline and EasyAnimateControlPipeline
 (https://github.com/huggingface/diffusers/blob/main/src/diffusers/pipelines/easyanimate).
 """
 
@@ -25,7 +28,8 @@ _TEMPLATE = (
 
 
 def _check(sizes: Sizes) -> None:
-    if sizes.input_channels > sizes.channels and not sizes.arguments["resize_inpaint_mask_directly"]:
+    has_mask = sizes.input_channels == 2 * sizes.channels + 1
+    if has_mask and not sizes.arguments["resize_inpaint_mask_directly"]:
         raise ValueError(
             "resize_inpaint_mask_directly is False, by which a model takes masks that the VAE has encoded, and this "
             "trainer makes those that are resized, as of EasyAnimate 5.1; choose weights of 5.1, or leave all of "
@@ -46,6 +50,7 @@ def _derive(sizes: Sizes) -> dict[str, Any]:
 RECIPE = Recipe(
     models=("EasyAnimateTransformer3DModel",),
     pipeline="EasyAnimatePipeline",
+    # A control is given by the same argument: behind the noisy clip its pipeline's, `control_latents`, does no other.
     call={"timestep": "timestep", "encoder_hidden_states": "text", "inpaint_latents": "apart"},
     derive=_derive,
     check=_check,
@@ -53,6 +58,7 @@ RECIPE = Recipe(
         Conditioning(
             "channels", "middle frames", others="black", apart=True, noise_if="add_noise_in_inpaint_model"
         ),
+        Conditioning("channels", apart=True, of_control=True),
     ),
     text=(
         TextStates(
