@@ -30,6 +30,7 @@ from opensora_accel.training.codec import Codec, LatentShape
 from opensora_accel.training.conditions import check_conditions
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.configured import (
+    causal_block_size,
     conditioning_of,
     derived_arguments,
     is_same,
@@ -37,6 +38,7 @@ from opensora_accel.training.configured import (
     model_class,
     recipe_of,
 )
+from opensora_accel.training.long_samples import check_long_samples
 from opensora_accel.training.one_clip import check_sizes, inputs_of_one, tokens_per_sample, with_references
 from opensora_accel.training.pretrained import in_one_line, unloadable
 from opensora_accel.training.recipes import Inputs, Recipe, check_conditioning, check_recipe
@@ -105,6 +107,8 @@ def build_model(
     conditioning = conditioning_of(config, codec)
     check_conditions(config.conditions, config.data.sizes, codec.latent_frames, conditioning)
     check_conditioning(recipe, conditioning, config)
+    block = causal_block_size(made_with)
+    check_long_samples(config.flow, config.data.sizes, codec.latent_frames, block)
     _check_memory(
         config, outline, dtype, {b: tokens_per_sample(shape, outline) for b, shape in shapes.items()}
     )

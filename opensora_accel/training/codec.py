@@ -76,14 +76,14 @@ class LatentFrames:
         """By how many frames one clip may be longer than another."""
         return self.num_frames(self.fewest + self.step) - self.num_frames(self.fewest)
 
-    def num_latents(self, num_frames: int) -> int:
-        """The latent frames of a clip.
+    def num_latents(self, num_frames: int, name: str = "data.num_frames") -> int:
+        """The latent frames of a clip, whose length the option `name` says.
 
         Raises:
             ValueError: a clip cannot have so many frames.
         """
         least, unit = self.num_frames(self.fewest), self.unit
-        check_multiple("data.num_frames", num_frames, unit, "this codec", least)
+        check_multiple(name, num_frames, unit, "this codec", least)
         return self.fewest + (num_frames - least) // unit * self.step
 
     def numbers(self, num_frames: int) -> Tensor:

@@ -126,6 +126,11 @@ class TrainConfig:
                 "sample_every has nothing to sample: num_samples is 0, and there are no sample_captions; set one of "
                 "them, or leave sample_every out"
             )
+        if self.flow.sample_frames and not (self.num_samples or self.sample_captions):
+            raise ValueError(
+                "flow.sample_frames is the length of samples, and this run has none: num_samples is 0, and there are "
+                "no sample_captions; set one of them, or leave flow.sample_frames and flow.overlap_history out"
+            )
         if self.sample_captions and not self.conditions.t2v:
             raise ValueError(
                 "sample_captions have no frames to begin with, and conditions.t2v is 0: the model learns no clip from "
@@ -168,10 +173,10 @@ class TrainConfig:
                 "image encodes the first frame where that is given, and conditions give it of no clip; set "
                 "conditions.i2v_head above 0, or leave image.path and image.width out"
             )
-        if self.flow.addnoise_condition and not self.conditions.are_used:
+        if self.flow.addnoise_condition and not (self.conditions.are_used or self.flow.sample_frames):
             raise ValueError(
                 "flow.addnoise_condition is for frames that are given, and this run gives none; set "
-                "conditions.i2v_head above 0, or leave it out"
+                "conditions.i2v_head above 0 or flow.sample_frames, or leave it out"
             )
 
     def _check_experts(self) -> None:

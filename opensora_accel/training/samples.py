@@ -29,6 +29,7 @@ from opensora_accel.training.conditions import Condition, weights_of
 from opensora_accel.training.configured import causal_block_size
 from opensora_accel.training.encoding import before_clips
 from opensora_accel.training.flow import draw_noise, generator, sample, staggered
+from opensora_accel.training.long_samples import goes_on, lengths_of
 from opensora_accel.training.objective import Objective
 from opensora_accel.training.sections import DataConfig
 from opensora_accel.training.video import Reference, UnreadableVideo, Video, read_clip
@@ -47,7 +48,10 @@ _STRIP_FONT_SIZE = 15
 
 @dataclass(frozen=True)
 class SampledClip:
-    """A sampled clip: `clip` uint8 [T, H, W, 3], and `source` of the same shape, where a video has its caption."""
+    """A sampled clip: `clip` uint8 [T, H, W, 3], and `source` of that shape, where a video has its caption.
+
+    Beside a clip that is longer than those that are learned, a source is as long as those.
+    """
 
     caption: str
     clip: Tensor
@@ -66,9 +70,10 @@ class SampledClip:
     @property
     def shown(self) -> Tensor:
         """uint8 [T, H', W', 3]: the source on the left, then the control, the clip on the right, in pixels large enough
-        to look at."""
+        to look at; behind its end the last frame of a source stands still."""
         shown = [each for each in (self.source, self.control, self.clip) if each is not None]
-        pair = torch.cat(shown, dim=2)
+        numbers = torch.arange(len(self.clip))
+        pair = torch.cat([each[numbers.clamp(max=len(each) - 1)] for each in shown], dim=2)
         # Whole pixels are repeated.
         factor = max(1, _LEAST_HEIGHT // pair.size(1))
         return pair.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
@@ -169,12 +174,28 @@ def _sample(
     if of_sound is not None:
         streams.append(_noise(objective, of_sound, "sound of a sample", captions))
     latents = sample_latents(objective, streams, list(captions.values()), bucket, condition)
+    latents[0] = continued(objective, latents[0], captions, bucket)
     # What was made in the place of references is left out.
     made = encoders.codec.decode(latents[0][:, :, before:])
     if encoders.sounds is None:
         return [(clip, None) for clip in made]
     samples, rate = encoders.sounds.decode(latents[1])
     return [(clip, (each, rate)) for clip, each in zip(made, samples, strict=True)]
+
+
+def continued(objective: Objective, first: Tensor, captions: Mapping[int, str], bucket: Bucket) -> Tensor:
+    """The latents [N, C, t', h, w] of samples that begin with `first` [N, C, t, h, w], of the run's length."""
+    flow, latent_frames = objective.config.flow, objective.encoders.codec.latent_frames
+    _, *lengths = lengths_of(flow, bucket, latent_frames)
+    made = first
+    for part, length in enumerate(lengths, start=1):
+        overlap = latent_frames.num_latents(flow.overlap_history)
+        shape = (first.size(1), length, *first.shape[3:])
+        noise = _noise(objective, shape, f"sample, part {part}", captions)
+        condition = goes_on(made, noise, overlap)
+        (latents,) = sample_latents(objective, [noise], list(captions.values()), bucket, condition, part=part)
+        made = torch.cat([made, latents[:, :, overlap:]], dim=2)
+    return made
 
 
 def _noise(objective: Objective, shape: tuple[int, ...], purpose: str, numbers: Iterable[int]) -> Tensor:
@@ -190,8 +211,14 @@ def sample_latents(
     captions: Sequence[str],
     bucket: Bucket,
     condition: Condition | None = None,
+    *,
+    part: int = 0,
 ) -> list[Tensor]:
-    """The latents that the model makes of noise by N captions: [N, C, …] of each stream, the clips' first."""
+    """The latents that the model makes of noise by N captions: [N, C, …] of each stream, the clips' first.
+
+    Args:
+        part: which one of a sample that is longer than a clip, by which noise of given frames is drawn.
+    """
     config, recipe = objective.config.flow, objective.recipe
 
     steps = itertools.count()
@@ -202,6 +229,8 @@ def sample_latents(
         if given is not None and config.addnoise_condition:
             # Of each step, as the pipeline has it.
             purpose, numbers = f"noise of given frames, step {next(steps)}", range(len(captions))
+            if part:
+                purpose = f"{purpose} of part {part}"
             drawn = draw_noise(given.latents, objective.config.seed, numbers, purpose=purpose)
             given = given.with_noise(drawn, config.addnoise_condition)
         arguments = arguments_of(expert.model)

@@ -367,6 +367,11 @@ class FlowConfig:
     addnoise_condition: Annotated[float, Field(ge=0, lt=1000)] = 0.0
     """With diffusion forcing, the time, in 0 to 1000, up to which frames that are given to a sample are noisy; 20 is
     usual."""
+    sample_frames: Annotated[int, Field(ge=0, le=100_000)] = 0
+    """With diffusion forcing, frames of a sampled clip that is longer than those that are learned, which is made in
+    parts; 0 has as many."""
+    overlap_history: CountOrNone = 0
+    """Frames with which each of these parts begins, the last ones of the part before it; 17 and 37 are usual."""
 
     @property
     def is_forced(self) -> bool:
@@ -374,10 +379,17 @@ class FlowConfig:
         return self.diffusion_forcing != "none"
 
     def __post_init__(self) -> None:
-        if not self.is_forced and (self.ar_step or self.causal_block_size or self.addnoise_condition):
+        of_frames = "ar_step", "causal_block_size", "addnoise_condition", "sample_frames", "overlap_history"
+        given = [f"flow.{name}" for name in of_frames if getattr(self, name)]
+        if not self.is_forced and given:
             raise ValueError(
-                "flow.ar_step, flow.causal_block_size and flow.addnoise_condition are for a model whose latent frames "
-                "have times of their own; set flow.diffusion_forcing, or leave them out"
+                f"{' and '.join(given)} are for a model whose latent frames have times of their own; set "
+                "flow.diffusion_forcing, or leave them out"
+            )
+        if bool(self.sample_frames) != bool(self.overlap_history):
+            raise ValueError(
+                "flow.sample_frames and flow.overlap_history are set where samples are longer than clips; set both, as "
+                "to 257 and 17, or leave both out"
             )
         if self.is_forced and (self.boundary or self.time_distribution == "stretched"):
             raise ValueError(

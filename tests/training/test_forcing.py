@@ -264,7 +264,10 @@ def test_what_does_not_fit_times_of_frames_is_refused():
             {"flow": {"diffusion_forcing": "non-decreasing", "weighting": "bell"}},
             r"set flow\.diffusion_forcing to independent",
         ),
-        ({"flow": flow | {"addnoise_condition": 20.0}}, r"this run gives none; set conditions\.i2v_head"),
+        (
+            {"flow": flow | {"addnoise_condition": 20.0}},
+            r"this run gives none; set conditions\.i2v_head above 0 or flow\.sample_frames",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             config_of(**tables)
