@@ -2,7 +2,8 @@
 
 A weight that has to move, and does not, is told from one whose step is rounded away: AdamW moves a weight w by about
 its rate, and 1 + 1e-4 is 1 in bf16. So a weight in fp32 counts only if, for some element of it, rate · |gradient| is
-above what its type rounds away; of narrower types there is a warning.
+above what its type rounds away; of narrower types there is a warning. Optimizers that find their rate (Prodigy,
+D-Adaptation) keep beside `lr` a factor d, which begins at 1e-6: their rate is d · lr.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class TrainedWeights:
             return
         self.with_gradient |= set(graded.values())
         for group in optimizer.param_groups:
-            rate = float(group.get("lr", 1.0))
+            rate = float(group.get("lr", 1.0)) * float(group.get("d", 1.0))
             for parameter in group["params"]:
                 name = graded.get(id(parameter))
                 if name is None:
