@@ -18,8 +18,9 @@ Source: v-prediction: arXiv:2202.00512; no signal in the last level: arXiv:2305.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -99,6 +100,14 @@ class NoiseLevels:
             # A point of the path less t times the velocity is the clip.
             return times.square() * ((1 - times) / times).square().clamp(max=min_snr)
         return _variance(times) if self.answer == "v" else (1 - times).square()
+
+
+def snr_shift_scale(scheduler: Mapping[str, Any]) -> float:
+    """What the noise of a scheduler counts, squared, by its configuration: α². Those of CogVideoX have 3 unless it says
+    another number, and others, as Allegro's and Latte's, know none."""
+    usual = 3.0 if str(scheduler.get("_class_name")).startswith("CogVideoX") else 1.0
+    found = scheduler.get("snr_shift_scale", usual)
+    return float(found) if isinstance(found, (int, float)) else usual
 
 
 def as_noisy(latents: Tensor, times: Tensor) -> Tensor:

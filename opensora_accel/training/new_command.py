@@ -22,6 +22,7 @@ from opensora_accel.training import configured
 from opensora_accel.training.classes import make
 from opensora_accel.training.codec import build_codec
 from opensora_accel.training.config import AUTO_PLAN, TrainConfig, config_from_dict, load_config
+from opensora_accel.training.levels import snr_shift_scale
 from opensora_accel.training.recipes import RECIPES, Recipe, check_recipe, patches_of
 from opensora_accel.training.sections import CodecConfig, ModelConfig
 from opensora_accel.training.text_encoders import text_shapes
@@ -381,7 +382,7 @@ def _flow_lines(
     shift: Any = published.get("flow.shift")
     why = "its scheduler's" if shift is None else "as it was trained, or is sampled"
     if recipe.levels is not None:
-        scale = scheduler.get("snr_shift_scale", 1.0)
+        scale = snr_shift_scale(scheduler)
         shift = round(scale**0.5, 5) if scale != 1.0 else None
     elif shift is None:
         shift = scheduler.get("flow_shift", scheduler.get("shift"))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import json
 import logging
 from types import SimpleNamespace
 
@@ -82,6 +83,30 @@ def test_a_shift_that_weights_were_not_trained_with_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"this run has 1; set flow.shift to 1.7321"):
         check_recipe(recipe, config_from_dict({"model": model}, "the test"))
     check_recipe(recipe, config_from_dict({"model": model, "flow": {"shift": 1.73205}}, "the test"))
+
+
+@pytest.mark.parametrize("name", ["Allegro", "Latte", "CogVideoX"])
+def test_a_shift_that_a_scheduler_does_not_know_is_refused(name, tmp_path):
+    """The samples of its pipeline would be asked at other levels than those that are learned."""
+    recipe, model = RECIPES[f"{name}Transformer3DModel"], {"path": str(tmp_path / "transformer")}
+
+    def check(shift, **scheduler):
+        (tmp_path / "scheduler").mkdir(exist_ok=True)
+        path = tmp_path / "scheduler" / "scheduler_config.json"
+        path.write_text(json.dumps(scheduler))
+        check_recipe(recipe, config_from_dict({"model": model, "flow": {"shift": shift}}, "the test"))
+
+    for scheduler in ({"_class_name": "EulerAncestralDiscreteScheduler"}, {"snr_shift_scale": 1.0}):
+        check("auto", **scheduler)
+        check(1.0, **scheduler)
+        for shift in (1.73205, 0.5):
+            message = rf"levels that nothing shifts, as .* shifts them by {shift}; leave flow\.shift out"
+            with pytest.raises(ValueError, match=message):
+                check(shift, **scheduler)
+    # Its own classes have 3, where their configuration does not say another number.
+    check(1.73205, _class_name="CogVideoXDDIMScheduler")
+    with pytest.raises(ValueError, match=r"this run has 1; set flow\.shift to 1\.7321"):
+        check("auto", _class_name="CogVideoXDPMScheduler")
 
 
 def test_kandinsky_has_places_for_so_much():

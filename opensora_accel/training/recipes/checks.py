@@ -12,7 +12,7 @@ import torch.distributed as dist
 from opensora_accel.documents import read_json
 from opensora_accel.training.conditions import Conditioning
 from opensora_accel.training.config import TrainConfig
-from opensora_accel.training.levels import NUM_LEVELS
+from opensora_accel.training.levels import NUM_LEVELS, snr_shift_scale
 from opensora_accel.training.pictures import PictureStates
 from opensora_accel.training.recipes.base import Recipe
 from opensora_accel.training.sections import FlowConfig
@@ -334,13 +334,20 @@ def _check_shift(config: TrainConfig) -> None:
     path = Path(config.model.path).resolve().parent / "scheduler" / "scheduler_config.json"
     if not config.model.path or not path.is_file():
         return
-    scale = read_json(path, dict[str, Any]).get("snr_shift_scale")
+    scheduler = read_json(path, dict[str, Any])
+    scale = snr_shift_scale(scheduler)
     shift = 1.0 if config.flow.shift == "auto" else float(config.flow.shift)
-    if isinstance(scale, (int, float)) and scale > 0 and abs(shift**2 / scale - 1) > 0.01:
+    if scale <= 0 or abs(shift**2 / scale - 1) <= 0.01:
+        return
+    if scale == 1:
         raise ValueError(
-            f"{config.model.path} was trained with a time shift of {scale**0.5:.5g}, the root of the snr_shift_scale "
-            f"in {path}, and this run has {shift:g}; set flow.shift to {scale**0.5:.5g}"
+            f"{config.model.path} was trained at levels that nothing shifts, as {path} has them, and this run shifts "
+            f"them by {shift:g}; leave flow.shift out"
         )
+    raise ValueError(
+        f"{config.model.path} was trained with a time shift of {scale**0.5:.5g}, the root of the snr_shift_scale "
+        f"in {path}, and this run has {shift:g}; set flow.shift to {scale**0.5:.5g}"
+    )
 
 
 def _check_times(config: TrainConfig) -> None:
