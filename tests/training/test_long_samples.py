@@ -20,6 +20,7 @@ from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.samples import SampledClip, continued, sample_latents
 from opensora_accel.training.sections import FlowConfig
 from opensora_accel.training.text_encoders import text_shapes
+from opensora_accel.training.tiny_run import tiny_config as tiny_proof
 from tests.tiers import some
 from tests.training.pipelines import CAPTIONS, FROM_FRAMES, by_pipeline, setting, without_rounding
 from tests.training.runs import tiny_config
@@ -201,6 +202,14 @@ def config_of(flow=None, **tables):
     return config_from_dict(
         {"model": model, "data": data, "flow": FORCING | (flow or {})} | tables, "the test"
     )
+
+
+def test_a_proof_makes_no_samples(tmp_path):
+    options = {"sample_frames": 21, "overlap_history": 5, "addnoise_condition": 20.0}
+    run = config_of(options, sample_every=5, sample_captions=["a clip"])
+    proof = tiny_proof(run, tmp_path)
+    assert proof.flow.is_forced and not (proof.flow.sample_frames or proof.flow.addnoise_condition)
+    assert not (proof.num_samples or proof.sample_captions or proof.sample_every)
 
 
 def test_what_makes_no_long_sample_is_refused():
