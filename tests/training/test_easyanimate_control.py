@@ -26,6 +26,7 @@ from tests.tiers import some
 from tests.training.pipelines import CAPTIONS, FromFrame, by_pipeline, setting, without_rounding
 from tests.training.runs import losses, tiny_config
 from tests.training.test_easyanimate import trained
+from tests.training.test_families import trained as resumed
 from tests.training.test_new import steps, tiny, written
 from tests.training.test_recipes import black_and_white
 from tests.training.test_references import kept
@@ -127,6 +128,15 @@ def test_controls_and_references_are_the_same_on_any_mesh(ranks, folder, tmp_pat
     whole = ranks(1, losses, config_of(folder, tmp_path / "one", Plan(precision="fp64")))[0]
     shared = ranks(plan.world_size, losses, config_of(folder, tmp_path / "shared", plan))
     assert all(rank == pytest.approx(whole, rel=1e-9) for rank in shared)
+
+
+def test_a_run_with_controls_goes_on_bit_by_bit(ranks, folder, tmp_path):
+    plan = Plan(ulysses=2, sharding="zero2", checkpoint="full")
+    config = config_of(folder, tmp_path / "run", plan, steps=4, save_every=2)
+    whole, weights = ranks(2, resumed, config)[0]
+    again, found = ranks(2, resumed, config, tmp_path / "run" / "checkpoints" / "step_000002")[0]
+    assert again == whole[2:] and len(again) == 2
+    assert all(torch.equal(found[key], weights[key]) for key in weights)
 
 
 def told(config):
