@@ -56,7 +56,7 @@ from opensora_accel.training.saved_state import (
 from opensora_accel.training.sound import build_sound_codec, sound_shape
 from opensora_accel.training.stored import Stored, open_disk_cache
 from opensora_accel.training.text_encoders import build_text_encoder, train_tokenizer
-from opensora_accel.training.validation import fixed_times, validation_losses
+from opensora_accel.training.validation import CONTINUED, fixed_times, validation_losses
 from shardformer import parallelize, save_lora
 from shardformer.comfyui import write_comfyui_lora
 from shardformer.engine import weight_dtype
@@ -479,7 +479,9 @@ class Trainer:
             losses = validation_losses(self.objective, self.loader, times)
         if self.is_first:
             mean, *by_time = losses.values()
-            each = ", ".join(f"{loss:.4f} at {time:g}" for loss, time in zip(by_time, times, strict=True))
+            each = ", ".join(f"{loss:.4f} at {time:g}" for loss, time in zip(by_time, times, strict=False))
+            if CONTINUED in losses:
+                each += f"; {losses[CONTINUED]:.4f} of clips that go on"
             print(f"step {self.state.step}: validation loss {mean:.4f} ({each})", flush=True)
         return losses
 

@@ -156,15 +156,28 @@ class Objective:
             kept.append(dataclasses.replace(stream, target=target))
         return kept
 
-    def loss_at(self, batch: Encoded, time: float) -> Tensor:
-        """The mean loss of these samples at one time, a scalar: with all captions, and without weights of times."""
+    def loss_at(self, batch: Encoded, time: float, num_clean: int = 0) -> Tensor:
+        """The mean loss of these samples at one time, a scalar: with all captions, and without weights of times.
+
+        Args:
+            num_clean: how many of the first latent frames are without noise, at time 0, and do not count, of a model
+                whose latent frames have times of their own.
+        """
         alpha = self.time_shift(batch.bucket)
         times = self.recipe.times_at(torch.full((len(batch.captions),), time, dtype=torch.float64), alpha)
         expert = self.at(times * TIMESTEPS)
         sound_alpha = self.sound_alpha(batch.bucket)
+        streams = batch.streams(self.config.seed, 0.0, sound_alpha, self.recipe.least_noise)
+        if num_clean:
+            counts = (torch.arange(batch.clean.size(2)) >= num_clean).to(times)
+            times = times[:, None] * counts
+            counts = counts.to(batch.clean).view(1, 1, -1, 1, 1)
+            (clips,) = streams
+            learned = counts if clips.learned is None else counts * clips.learned
+            streams = [dataclasses.replace(clips, learned=learned)]
         return flow_loss(
             partial(expert.predict, bucket=batch.bucket, captions=batch.captions, condition=batch.condition),
-            batch.streams(self.config.seed, 0.0, sound_alpha, self.recipe.least_noise),
+            streams,
             times,
             weights=None if self.recipe.levels is None else self.recipe.levels.weights(times),
         )

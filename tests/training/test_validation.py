@@ -9,6 +9,7 @@ import torch
 from opensora_accel import Plan
 from opensora_accel.training.data import ClipLoader
 from opensora_accel.training.flow import draw_noise
+from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.saved_state import read_record
 from opensora_accel.training.tiny_run import write_clips
 from opensora_accel.training.validation import fixed_times
@@ -210,3 +211,45 @@ def test_latents_that_are_kept_are_those_of_a_look(ranks, folder, tmp_path):
             assert [row["loss"] for row in kept] == [row["loss"] for row in plain]
             assert kept[-1]["validation/loss"] == plain[-1]["validation/loss"]
     assert kept[-1]["cache_misses"] == 0
+
+
+def gone_on(config):
+    """What a look gives, and its last number by hand where the model is whole."""
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(config)
+    found, objective, by_hand = trainer.validate(), trainer.objective, []
+    is_whole = config.plan.world_size == 1 and config.data.num_frames > 1
+    for batch, _ in trainer.loader.held_out_batches() if is_whole else ():
+        clean = objective.encoders.codec.encode(batch.frames).double()
+        noise = draw_noise(clean, config.seed, batch.positions)
+        states = objective.texts[0].encode(batch.captions, torch.device("cpu"), torch.float64)
+        for time in TIMES:
+            of_frames = torch.tensor([0.0, 0.0, *[time] * (clean.size(2) - 2)], dtype=torch.float64)
+            at = of_frames[:, None, None]
+            arguments = {"enable_diffusion_forcing": True, "return_dict": False}
+            with torch.no_grad():
+                noisy, timestep = (1 - at) * clean + at * noise, 1000 * of_frames[None]
+                (velocity,) = objective.model(noisy, timestep, states, **arguments)
+            by_hand.append((velocity - (noise - clean))[:, :, 2:].square().mean().item())
+    return found, by_hand
+
+
+@pytest.mark.parametrize("num_frames", [5, 6])
+def test_clips_of_diffusion_forcing_go_on_after_their_first_half(ranks, folder, tmp_path, num_frames):
+    """Of five latent frames two are there; of three causal blocks of two frames one is."""
+    name = "SkyReelsV2Transformer3DModel"
+    changes = {"model": {"class_name": name, "config": dict(RECIPES[name].tiny)}}
+    changes |= {"flow.diffusion_forcing": "non-decreasing", "validation.num_clips": 3}
+    changes |= {"data.num_frames": num_frames}
+    if num_frames == 6:
+        changes["flow.causal_block_size"] = 2
+    (found, by_hand), *_ = ranks(1, gone_on, tiny_config(folder, tmp_path, Plan(precision="fp64"), **changes))
+    assert [*found][-1] == "validation/continued" and len(found) == 2 + len(TIMES) and len(by_hand) == 12
+    assert found["validation/continued"] == pytest.approx(math.fsum(by_hand) / 12, rel=1e-9)
+    shared = Plan(dp_shard=2, ulysses=2, sharding="zero3", precision="fp64")
+    for each, _ in ranks(4, gone_on, tiny_config(folder, tmp_path, shared, **changes)):
+        assert each == pytest.approx(found, rel=1e-9)
+    images = changes | {"data.num_frames": 1, "flow.causal_block_size": 0}
+    (of_images, _), *_ = ranks(1, gone_on, tiny_config(folder, tmp_path, Plan(), **images))
+    assert "validation/continued" not in of_images, "an image has no halves"
