@@ -34,6 +34,7 @@ def part_lengths(total: int, base: int, overlap: int) -> list[int]:
         base: of a clip that is learned, and of the first part.
         overlap: of a part, the first ones that the part before it ends with.
     """
+    assert 0 < overlap < base or total <= base, "each part makes something"
     lengths, done = [min(base, total)], min(base, total)
     while done < total:
         lengths.append(min(base, overlap + total - done))
