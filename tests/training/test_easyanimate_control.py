@@ -15,6 +15,7 @@ from opensora_accel.training.build import build_model
 from opensora_accel.training.clips import Clip
 from opensora_accel.training.codec import build_codec
 from opensora_accel.training.disk_cache import entries
+from opensora_accel.training.encoding import before_clips
 from opensora_accel.training.planned import planned_sizes
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.samples import sample_latents, write_video
@@ -73,7 +74,9 @@ def test_a_sample_that_follows_a_control_is_the_pipelines(num_frames, follows, p
     objective.model.register_forward_pre_hook(lambda _, args, kwargs: called.append(kwargs), with_kwargs=True)
     with without_rounding():
         expected = by_pipeline(made, noise, "latent", CAPTIONS[:1], **given)
-        pictures = encoders.encode_references(reference, clips) if of_reference else None
+        pictures = None
+        if of_reference:
+            pictures = before_clips(encoders.encode_references([[*reference[0]]], clips))
         kind = "i2v_head" if picture == "first frame" else "t2v"
         condition, whole = encoders.encode_condition(
             [kind], frames, noise, clips, [0], control if follows else None, pictures
