@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from opensora_accel.attention import blocks, ring_attention, ulysses_attention
-from opensora_accel.attention.slices import AttentionSlices, Slice, deal
+from opensora_accel.attention.slices import AttentionSlices, Deal, Slice, deal
 from opensora_accel.communications import share_sizes
 from opensora_accel.observe import FlopCounter
 from tests.attention.counting import counted
@@ -232,3 +232,27 @@ def test_operations_are_those_of_the_area(ranks, name, held):
     found = ranks(3, flops, name, held)
     assert sum(forward for forward, _ in found) == 2 * 3 * MASKS[name].area * 2 * 2 * 8
     assert [both for _, both in found] == [forward * 7 // 2 for forward, _ in found]
+
+
+@pytest.mark.parametrize("name", [name for name in MASKS if MASKS[name].num_queries <= 17])
+def test_ranks_without_tokens_have_nothing_to_do(name):
+    """Wherever they stand among others: each pair is in one tile, and each tile lies within what its rank has."""
+    mask = MASKS[name]
+    for zeros in itertools.product([False, True], repeat=4):
+        if all(zeros):
+            continue
+        shares = iter(share_sizes(mask.num_queries, zeros.count(False)))
+        splits = [0 if is_empty else next(shares) for is_empty in zeros]
+        dealt = Deal.in_order(mask, splits, splits)
+        num_pairs = 0
+        for rank, own in enumerate(splits):
+            for step in dealt.steps(rank):
+                assert all(run.start < run.stop for run in step.sends)
+                keys = own if step is dealt.steps(rank)[0] else step.num_received
+                assert all(
+                    0 <= tile.rows.start < tile.rows.stop <= own
+                    and 0 <= tile.keys.start < tile.keys.stop <= keys
+                    for tile in step.tiles
+                )
+                num_pairs += sum(tile.num_pairs for tile in step.tiles)
+        assert num_pairs == mask.area

@@ -199,9 +199,9 @@ def cut(table: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def _meeting(ones: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """The pairs (of `others`, of `ones`) of runs [n, 2] and [m, 2] that have a number in common."""
+    """The pairs (of `others`, of `ones`) of runs [n, 2] and [m, 2], empty ones too, that have a number in common."""
     found = [
-        ((part[:, None, 0] < ones[:, 1]) & (ones[:, 0] < part[:, None, 1])).nonzero()
+        (part[:, None, 0].maximum(ones[:, 0]) < part[:, None, 1].minimum(ones[:, 1])).nonzero()
         + torch.tensor([first, 0])
         for first, part in _portions(others, len(ones))
     ]
