@@ -123,13 +123,13 @@ class CausalWanModel(nn.Module):
         grid_sizes = torch.tensor([clips.shape[2:]] * len(x))
         tokens = clips.flatten(2).transpose(1, 2)
         seq_lens = torch.tensor([tokens.size(1)] * len(x))
-        e = self.time_embedding(t.flatten()[:, None]).unflatten(0, t.shape)
+        e = self.time_embedding(t.flatten()[:, None].type_as(tokens)).unflatten(0, t.shape)
         e0 = self.time_projection(e).unflatten(2, (6, DIM))
         if clean_x is not None:
             clean = self.patch_embedding(clean_x).flatten(2).transpose(1, 2)
             tokens = torch.cat([clean, tokens], dim=1)
             aug_t = torch.zeros_like(t) if aug_t is None else aug_t
-            e_clean = self.time_embedding(aug_t.flatten()[:, None]).unflatten(0, t.shape)
+            e_clean = self.time_embedding(aug_t.flatten()[:, None].type_as(tokens)).unflatten(0, t.shape)
             e0 = torch.cat([self.time_projection(e_clean).unflatten(2, (6, DIM)), e0], dim=1)
         for block in self.blocks:
             tokens = block(
