@@ -170,15 +170,15 @@ class Tokens:
         """[S/P]: where in the sequence this rank's tokens stand."""
         return self.own_rows(torch.arange(self.total(), device=device), 0)
 
-    def own_rows(self, tensor: Tensor, dim: int, start: int = 0) -> Tensor:
-        """This rank's rows of a table of all tokens, which begin at `start`: [..., S at dim, ...] → [..., S/P, ...]."""
+    def own_rows(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's rows of a table of all tokens: [..., S at dim, ...] → [..., S/P, ...]."""
         splits, rank = self.state.splits, self.group.rank()
         assert splits is not None
         first = sum(splits[:rank])
         order = self.order(tensor.device)
         if order is None:
-            return tensor.narrow(dim, start + first, splits[rank])
-        return tensor.index_select(dim, order[0].narrow(0, first, splits[rank]) + start)
+            return tensor.narrow(dim, first, splits[rank])
+        return tensor.index_select(dim, order[0].narrow(0, first, splits[rank]))
 
     def own_range_of(self, total: int) -> slice:
         """This rank's part of a dim that holds all tokens, or all frames, or whatever of a grid is spread.
