@@ -15,6 +15,8 @@ from opensora_accel import Plan, init_parallel
 from opensora_accel.attention.slices import AttentionSlices, deal
 from opensora_accel.precision import LiftOperations, lift_casts
 from shardformer import packing
+from shardformer.engine.packed import refuse_masks
+from shardformer.spread import Alone, Tokens
 from tests.models import wan, wan_inputs
 from tests.shardformer.conformance import compare, in_double, of_first_rank
 from tests.tiers import PROVE, some
@@ -129,6 +131,32 @@ class DenseMask(TorchFunctionMode):
 
 def reference_arguments(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **_kwargs):
     """Of torch's attention, which has no signature that Python could read."""
+
+
+def runs_of_ranks():
+    """What code of the model's own is told of its tokens, where they are dealt out and where they are not."""
+    plan, row = Plan(ring=3), ROWS["Wan"]
+    found = errors("Wan", plan, balanced=False)
+    model = shardformer.shard(fp64(row), plan, packed=True)
+    inputs = row.join(model, [in_double(sample) for sample in row.samples(model)])
+    asked = []
+    model.blocks[0].attn1.register_forward_pre_hook(lambda *_: asked.append(shardformer.local_tokens(64)))
+    with packing.run_packed(model, balanced=False, **row.streams):
+        model(**inputs)
+    with packing.run_packed(model, **row.streams), pytest.raises(ValueError, match="balanced=False"):
+        model(**inputs)
+    return found, asked
+
+
+def test_ranks_have_runs_of_a_row_where_the_models_code_counts_on_them(ranks):
+    found, asked = zip(*ranks(3, runs_of_ranks), strict=True)
+    assert [(run.start, run.stop) for (run,) in asked] == [(0, 22), (22, 43), (43, 64)]
+    assert all(max(each.values()) < RELATIVE[torch.float64] for each in found)
+
+
+def test_a_causal_call_is_refused_within_run_packed():
+    with pytest.raises(ValueError, match="attn passed is_causal within run_packed"):
+        refuse_masks("attn", Tokens(Alone()), None, True)
 
 
 # MiniMax H3 with adapters, whose 3 heads no two or four ranks share evenly.
@@ -256,6 +284,9 @@ def refused_over_ranks():
     refuse(
         "ranks differ", {"hidden_states": grids, "encoder_hidden_states": (5, 1, 3) if rank else (4, 2, 3)}
     )
+    masks = AttentionSlices.causal(18), AttentionSlices.full(18)
+    refuse("masks differ", {"hidden_states": masks[rank]}, **in_double(row.samples(model)[0]))
+    refuse("one deals out", row.streams | {"balanced": bool(rank)})
     refuse("left out", {"hidden_states": grids})
     refuse("no such stream", rest | {"latents": grids})
     refuse("other numbers", {"hidden_states": grids[:2], **rest})
@@ -283,7 +314,9 @@ def test_what_cannot_be_packed_is_refused_on_all_ranks(ranks):
         "another length": "has 64 tokens, and run_packed was told of 56 in hidden_states",
         "mask of another length": "has 18 tokens, and run_packed was told of 63",
         "captions of another length": "attn2 has 9 keys, and run_packed was told of 10 in encoder_hidden_states",
-        "ranks differ": "different inputs: run_packed's lengths",
+        **dict.fromkeys(
+            ("ranks differ", "masks differ", "one deals out"), "different inputs: run_packed's lengths"
+        ),
     }
     assert {kind for kind in expected if expected[kind] not in first[kind]} == set(), first
 

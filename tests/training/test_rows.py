@@ -129,7 +129,18 @@ def in_rows_and_apart(config):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_row_is_learned_as_its_clips_are(sizes, tmp_path, parallel_registry, name):
     """In fp64, of the same draws, by calls of their own."""
-    config = rows_config(name, sizes, tmp_path, Plan(precision="fp64", checkpoint="selective"))
+    assert_learned_alike(rows_config(name, sizes, tmp_path, Plan(precision="fp64", checkpoint="selective")))
+
+
+def test_each_clip_of_a_row_counts_by_its_own_time(sizes, tmp_path, parallel_registry):
+    """Under weights of times and a loss that is not linear."""
+    flow = {"flow.weighting": "bell", "flow.huber": 0.05}
+    assert_learned_alike(
+        rows_config("WanTransformer3DModel", sizes, tmp_path, Plan(precision="fp64"), **flow)
+    )
+
+
+def assert_learned_alike(config):
     (loss, found), (alone, expected) = in_rows_and_apart(config)
     assert loss == pytest.approx(alone, rel=1e-10) and found.keys() == expected.keys()
     for weight, gradient in expected.items():

@@ -1,0 +1,48 @@
+"""Causal Wan over ranks: what is not in its cases among all models' (`test_policies.py`)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import shardformer
+from opensora_accel import Plan, init_parallel
+from opensora_accel.attention.slices import AttentionSlices
+from opensora_accel.precision import LiftOperations
+from shardformer import packing
+from shardformer.policy import PackedAttention
+from shardformer.policy.wan import CAUSAL_WAN
+from tests.authors_models.causal_wan import CausalWanModel, causal_wan_inputs
+from tests.shardformer.conformance import in_double
+from tests.tolerances import RELATIVE, relative_error
+
+
+def causal_wan():
+    torch.manual_seed(0)
+    return CausalWanModel().double()
+
+
+def of_clips_of_two_lengths():
+    """The model keeps the mask of its first clip, whose first frames see each other as those of a shorter one do."""
+    init_parallel(Plan(ring=2))
+    clips = [in_double(causal_wan_inputs(frames)) for frames in (5, 4, 5)]
+    with LiftOperations(), torch.no_grad():
+        alone = causal_wan()
+        expected = [alone(**clip) for clip in clips]
+        model = shardformer.shard(causal_wan(), Plan(ring=2))
+        return max(relative_error(model(**clip), out) for clip, out in zip(clips, expected, strict=True))
+
+
+def test_a_mask_that_is_kept_is_read_for_each_clips_length(ranks):
+    assert max(ranks(2, of_clips_of_two_lengths)) < RELATIVE[torch.float64]
+
+
+def test_a_mask_of_the_models_own_is_refused_beside_ones_own(parallel_registry):
+    """A table that lets both be told: only one of them could be attended by."""
+    model = causal_wan()
+    model.forward = model._forward_train
+    table = replace(CAUSAL_WAN, packed_attention=(PackedAttention("blocks.*.self_attn", "x"),))
+    shardformer.shard(model, Plan(), policy=table, packed=True)
+    told = packing.run_packed(model, x=AttentionSlices.causal(75))
+    with told, pytest.raises(ValueError, match=r"has a mask of its own \(block_mask\); leave run_packed out"):
+        model(**in_double(causal_wan_inputs()))
