@@ -77,8 +77,9 @@ def ulysses_attention(
     scale: float | None = None,
     splits: Sequence[int] | None = None,
     kv_splits: Sequence[int] | None = None,
+    slices: attention.slices.AttentionSlices | attention.slices.Deal | None = None,
 ) -> Tensor:
-    """`attention.ulysses_attention`, sent under compute where every rank gets as many key heads.
+    """`attention.ulysses_attention`, sent under compute where every rank gets as many key heads and sees all keys.
 
     The same numbers to the last bit. There is no second derivative.
 
@@ -97,9 +98,9 @@ def ulysses_attention(
     options: Any = {"causal": causal, "scale": scale, "splits": splits, "kv_splits": kv_splits}
     project_v = v.value if isinstance(v, LateTensor) else v
     # A graph holds no transfer that has only begun.
-    if torch.compiler.is_compiling() or not heads_divide(q, k, group):
+    if slices is not None or torch.compiler.is_compiling() or not heads_divide(q, k, group):
         v = project_v() if callable(project_v) else project_v
-        return attention.ulysses_attention(q, k, v, group, mask=mask, **options)
+        return attention.ulysses_attention(q, k, v, group, mask=mask, slices=slices, **options)
     q, k = autocast(q, k)
     # Where v is not there yet, only its dtype and shape are checked here: they are to be those of k.
     (known_v,) = (k,) if callable(project_v) else autocast(project_v)

@@ -36,6 +36,13 @@ def both_ways(name, plan):
     return [two_steps(CASES[name], plan.replace(overlap_ulysses=overlap)) for overlap in (False, True)]
 
 
+@pytest.mark.parametrize("name", ["Causal Wan, its authors'", "SkyReels-V2, diffusion forcing"])
+def test_attention_by_slices_is_sent_in_one_piece(ranks, name):
+    """Bit by bit as without overlap, whose groups of heads have no slices."""
+    for plain, late in ranks(3, both_ways, name, Plan(ulysses=3)):
+        assert all(torch.equal(late[key], each) for key, each in plain.items())
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
