@@ -11,8 +11,9 @@ shape runs once for each of the two shapes:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -82,6 +83,8 @@ def _join_positions(spread: Spread, policy: Policy) -> None:
 
 def _read_block_mask(spread: Spread, entry: BlockMask) -> None:
     """The model's block mask becomes slices, before the first block's tokens are split."""
+    if entry.of_clip is not None:
+        return _expect_dense_mask(spread, entry, entry.of_clip)
     tokens = spread.tokens
     # A model keeps its mask from forward to forward, and every layer has the same.
     known: WeakKeyDictionary[object, slices.AttentionSlices] = WeakKeyDictionary()
@@ -98,6 +101,49 @@ def _read_block_mask(spread: Spread, entry: BlockMask) -> None:
         tokens.state.packed = streams.Packed({}, {entry.tokens: seen}, entry.tokens, block_mask=block_mask)
 
     spread.change_arguments(entry.module, f"{entry.argument} {entry.tokens}", change)
+
+
+def _expect_dense_mask(
+    spread: Spread,
+    entry: BlockMask,
+    of_clip: Callable[[nn.Module, Arguments], slices.AttentionSlices | None],
+) -> None:
+    """Before anything is split the forward is told of the mask that its model is going to make."""
+    tokens, stream = spread.tokens, entry.tokens
+    compared: set[str] = set()
+
+    def tell(arguments: Arguments, _name: str) -> None:
+        # Within run_packed there are slices already: attention refuses the model's mask beside them.
+        seen = of_clip(spread.model, arguments) if tokens.packed is None else None
+        if seen is not None:
+            tokens.state.packed = streams.Packed({}, {stream: seen}, stream)
+
+    def compare(arguments: Arguments, name: str) -> None:
+        packed, mask = tokens.state.packed, arguments.get(entry.argument)
+        if packed is None or tokens.packed is not None:
+            return
+        seen = packed.masks[stream]
+        if mask is None or (seen.digest not in compared and not _is_dense(mask, seen)):
+            raise ValueError(
+                f"the policy says that {name} gets {seen!r} as its {entry.argument}, and the model made another mask: "
+                "leave block_mask out of its table"
+            )
+        compared.add(seen.digest)
+        tokens.state.packed = replace(packed, block_mask=mask)
+
+    spread.change_arguments("", stream, tell)
+    spread.change_arguments(entry.module, entry.argument, compare)
+
+
+def _is_dense(mask: Tensor, seen: slices.AttentionSlices) -> bool:
+    """Whether a mask [1, 1, S_q, S_kv] shows these full slices and nothing else, without making another like it."""
+    if mask.dtype != torch.bool or mask.shape != (1, 1, seen.num_queries, seen.num_keys):
+        return False
+    assert all(each.kind == "full" for each in seen.slices)
+    shown = all(
+        bool(mask[0, 0, each.q_start : each.q_stop, each.k_start : each.k_stop].all()) for each in seen.slices
+    )
+    return shown and int(mask.count_nonzero()) == seen.area
 
 
 def attend_to_whole_keys(spread: Spread, policy: Policy) -> None:

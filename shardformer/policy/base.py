@@ -45,6 +45,8 @@ from torch import nn
 from shardformer.policy.tensors import TensorRegion
 
 if TYPE_CHECKING:
+    from opensora_accel.arguments import Arguments
+    from opensora_accel.attention import slices
     from shardformer.spread import Spread
 
 # Where the text tokens stand that share a dimension with the video tokens.
@@ -191,15 +193,19 @@ class PackedPositions:
 
 @dataclass(frozen=True)
 class BlockMask:
-    """A block mask of flex attention that the model makes for its whole sequence, as the first block gets it.
+    """A mask that the model makes for its whole sequence, as the first block gets it: self-attention goes by slices.
 
-    It is read into slices (`AttentionSlices.from_block_mask`) before tokens are split, and self-attention goes by them.
+    A block mask of flex attention is read into them before tokens are split (`AttentionSlices.from_block_mask`). A
+    dense one, [1, 1, S, S], is too large to be read in every forward, and tokens may be split before it is made:
+    `of_clip` says what it will be, and what the model makes is compared with that once for each.
     """
 
     module: str
     argument: str
     # The argument with the tokens, [B, S, C].
     tokens: str
+    # (the model, its forward's arguments) → who sees whom, in full slices; None where there is no mask.
+    of_clip: Callable[[nn.Module, Arguments], slices.AttentionSlices | None] | None = None
 
 
 @dataclass(frozen=True)
