@@ -174,6 +174,23 @@ def spread_times(spread: Spread) -> None:
     spread.change_arguments("blocks.*", "e", change)
 
 
+def refuse_shots(spread: Spread) -> None:
+    """LongLive 2 gives each shot of a clip a caption of its own, and cuts what it has of the clip into as many shots.
+
+    A rank's tokens would be cut so too: half of the first shot would see the second one's caption.
+    """
+
+    def check(arguments: Arguments, name: str) -> None:
+        num_clips, num_captions = arguments["x"].size(0), arguments["context"].size(0)
+        if num_captions != num_clips:
+            raise ValueError(
+                f"{name} has {num_captions} captions for {num_clips} clips, one for each shot, and a rank does not "
+                "hold whole shots: give each clip one caption, or keep this model on one device a sequence"
+            )
+
+    spread.change_arguments("blocks.*", "x context", check)
+
+
 # The students of CausVid and Self-Forcing: Wan with a mask of blocks of frames, a clean clip before the noisy one where
 # they are taught so. A cache of keys is sampling's.
 CAUSAL_WAN = Policy(
@@ -188,7 +205,7 @@ CAUSAL_WAN = Policy(
     positions=(Positions("rope_apply", tokens=("x",), grid="grid_sizes"),),
     blocks=(Blocks("blocks", ("x",)),),
     mlps=("blocks.*.ffn",),
-    functions=(spread_times,),
+    functions=(spread_times, refuse_shots),
 )
 
 # Last: the copies above have all that it speaks of.

@@ -46,3 +46,19 @@ def test_a_mask_of_the_models_own_is_refused_beside_ones_own(parallel_registry):
     told = packing.run_packed(model, x=AttentionSlices.causal(75))
     with told, pytest.raises(ValueError, match=r"has a mask of its own \(block_mask\); leave run_packed out"):
         model(**in_double(causal_wan_inputs()))
+
+
+def of_clips_of_two_shots():
+    init_parallel(Plan(ring=2))
+    model = shardformer.shard(causal_wan(), Plan(ring=2))
+    clip = in_double(causal_wan_inputs())
+    with pytest.raises(ValueError) as error:
+        model(**clip | {"context": clip["context"].repeat(2, 1, 1)})
+    assert model(**clip).isfinite().all()
+    return str(error.value)
+
+
+def test_captions_of_shots_are_refused_on_all_ranks(ranks):
+    """A caption for each half of a clip, as LongLive 2 has them; this model would take a rank's half for the clip."""
+    for words in ranks(2, of_clips_of_two_shots):
+        assert "blocks.0 has 4 captions for 2 clips" in words and "give each clip one caption" in words
