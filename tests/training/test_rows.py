@@ -140,6 +140,25 @@ def test_each_clip_of_a_row_counts_by_its_own_time(sizes, tmp_path, parallel_reg
     )
 
 
+def test_a_steps_loss_is_the_mean_over_its_clips(sizes, tmp_path, parallel_registry):
+    """Not over its rows: one of two has more clips than the other."""
+    from opensora_accel.training.loop import Trainer
+
+    trainer = Trainer(rows_config("WanTransformer3DModel", sizes, tmp_path, Plan(precision="fp64")))
+    of_row, losses, counts = trainer.objective.loss_of_row, [], []
+
+    def recorded(row):
+        loss = of_row(row)
+        losses.append(loss.item())
+        counts.append(len(row))
+        return loss
+
+    trainer.objective.loss_of_row = recorded
+    found = trainer.step()["loss"]
+    assert len(losses) == 2 < sum(counts)
+    assert found == pytest.approx(sum(losses) / sum(counts), rel=1e-6)
+
+
 def assert_learned_alike(config):
     (loss, found), (alone, expected) = in_rows_and_apart(config)
     assert loss == pytest.approx(alone, rel=1e-10) and found.keys() == expected.keys()
