@@ -8,12 +8,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from opensora_accel import Plan
 from opensora_accel.training.rows import Cost, fill_rows
 from opensora_accel.training.samples import write_video
 from opensora_accel.training.sections import DataConfig
 from opensora_accel.training.video import probe, read_clip
+from tests.models import wan, wan_inputs
 from tests.tiers import PROVE, some
 from tests.training.runs import assert_one_run, tiny_config
 from tests.training.test_families import config_of, trained, whole
@@ -92,6 +95,27 @@ def test_costs_of_rows_are_even():
     rows = fill_rows(lambda n: lengths[n], 64, 120_000, cost)
     costs = torch.tensor([sum(cost(lengths[n]) for n in row) for row in rows], dtype=torch.float64)
     assert float(costs.max() / costs.mean()) < 1.05
+
+
+def test_a_clips_cost_is_what_a_model_computes():
+    """Of one frame, two and three: what grows with pairs exactly; what grows with tokens but for captions."""
+    model, inputs = wan(), wan_inputs()
+    counted = []
+    for frames in (1, 2, 3):
+        latents = inputs["hidden_states"][:1, :, :1].repeat(1, 1, frames, 1, 1)
+        rest = {
+            "timestep": inputs["timestep"][:1],
+            "encoder_hidden_states": inputs["encoder_hidden_states"][:1],
+        }
+        # The counter knows nothing of the fused kernel of CPUs.
+        with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            model(hidden_states=latents, **rest)
+        counted.append(counter.get_total_flops())
+    n = latents[0, 0, 0].numel() // 4
+    cost = Cost.of(model, model.config.num_attention_heads, model.config.attention_head_dim)
+    assert counted[2] - 2 * counted[1] + counted[0] == 2 * n**2 * cost.per_pair
+    per_token = (counted[1] - counted[0]) / n - 3 * n * cost.per_pair
+    assert cost.per_token == pytest.approx(per_token, rel=0.3)
 
 
 def test_where_no_other_order_fits_rows_stay_as_they_were_filled():
