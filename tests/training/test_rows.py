@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from opensora_accel import Plan
+from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.rows import Cost, fill_rows
 from opensora_accel.training.samples import write_video
 from opensora_accel.training.sections import DataConfig
@@ -154,6 +155,14 @@ def in_rows_and_apart(config):
 def test_a_row_is_learned_as_its_clips_are(sizes, tmp_path, parallel_registry, name):
     """In fp64, of the same draws, by calls of their own."""
     assert_learned_alike(rows_config(name, sizes, tmp_path, Plan(precision="fp64", checkpoint="selective")))
+
+
+def test_captions_of_a_row_are_modulated_by_their_own_clips_times(sizes, tmp_path, parallel_registry):
+    """LTX-2.3's, of clip and sound, which LTX-2 leaves as they are."""
+    name = "LTX2VideoTransformer3DModel"
+    modulated = {"cross_attn_mod": True, "audio_cross_attn_mod": True}
+    model = {"class_name": name, "config": dict(RECIPES[name].tiny) | modulated}
+    assert_learned_alike(rows_config(name, sizes, tmp_path, Plan(precision="fp64"), model=model))
 
 
 def test_each_clip_of_a_row_counts_by_its_own_time(sizes, tmp_path, parallel_registry):
