@@ -191,8 +191,11 @@ def as_code(policy: Policy) -> str:
 
 
 def _entries(value: Any) -> list[Any]:
+    """Entries of a table among a field's values, and functions that an entry has."""
     items = value if isinstance(value, tuple) else (value,)
-    return [each for each in items if dataclasses.is_dataclass(each) or callable(each)]
+    entries = [each for each in items if dataclasses.is_dataclass(each)]
+    of_entries = [getattr(each, field.name) for each in entries for field in dataclasses.fields(each)]
+    return entries + [each for each in (*items, *of_entries) if callable(each)]
 
 
 def _code(value: Any) -> str:

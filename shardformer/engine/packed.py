@@ -4,9 +4,9 @@ The row of two clips with 3 and 2 tokens goes through the model as one clip with
 need not know. Attention is told who sees whom (`spread/streams.py`), and a module that makes positions out of a clip's
 shape runs once for each of the two shapes:
 
-    rope       shapes (3, 1, 1) and (2, 1, 1)   →   positions 0 1 2 0 1, in the place of 0 1 2 3 4
-    attn1      5 queries, 5 keys                →   tokens of one clip see each other
-    attn2      5 queries, the keys of 2 captions →  tokens of a clip see its caption
+    positions          (3, 1, 1), (2, 1, 1)    →   0 1 2 0 1, in the place of 0 1 2 3 4
+    self-attention     5 queries, 5 keys       →   tokens of one clip see each other
+    cross-attention    5 queries, 2 captions   →   tokens of a clip see its caption
 """
 
 from __future__ import annotations
