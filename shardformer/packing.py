@@ -93,17 +93,21 @@ def per_token(values: Sequence[Tensor | float], shapes: Sequence[Shape], patch: 
     """A value for each sample, its time say, as one for each of its tokens.
 
     Args:
-        values: of each sample one, or one for each of its T/t frames of tokens, [T/t].
+        values: of each sample one, one for each of its T/t frames of tokens, or one for each token, in any shape.
         shapes: of each sample (T, H, W).
 
     Returns:
         [1, N].
+
+    Raises:
+        ValueError: a sample's tokens are no multiple of its values.
     """
-    t, h, w = patch
     parts = []
-    for value, (frames, height, width) in zip(values, shapes, strict=True):
-        of_frames = torch.as_tensor(value).reshape(-1).expand(frames // t)
-        parts.append(of_frames.repeat_interleave((height // h) * (width // w)))
+    for value, shape in zip(values, shapes, strict=True):
+        flat, num_tokens = torch.as_tensor(value).reshape(-1), prod(shape) // prod(patch)
+        if not len(flat) or num_tokens % len(flat):
+            raise ValueError(f"a clip {tuple(shape)} of {num_tokens} tokens cannot have {len(flat)} values")
+        parts.append(flat.repeat_interleave(num_tokens // len(flat)))
     return torch.cat(parts).unsqueeze(0)
 
 
@@ -118,7 +122,6 @@ def _unfold(clip: Tensor, patch: Shape) -> Tensor:
             f"a clip [C, T, H, W] is of whole patches of {tuple(patch)}; got {tuple(clip.shape)}"
         )
     t, h, w = patch
-    grid = (
-        clip.unflatten(3, (-1, w)).unflatten(2, (-1, h)).unflatten(1, (-1, t))
-    )  # [C, T/t, t, H/h, h, W/w, w]
+    # [C, T/t, t, H/h, h, W/w, w]
+    grid = clip.unflatten(3, (-1, w)).unflatten(2, (-1, h)).unflatten(1, (-1, t))
     return grid.permute(0, 1, 3, 5, 2, 4, 6)

@@ -101,6 +101,8 @@ class ClipLoader:
         for bucket in config.sizes:
             check_divides(bucket.batch_size or data_size, data_size, f"--data.buckets {bucket}:")
         self.config, self.position = config, 0
+        # Of the step that is handed out; the sampler that reads is ahead of it.
+        self._row_plan: RowSampler | None = None
         # Where clips share rows: how many tokens one of each bucket has, and what it costs.
         self._of_rows: tuple[Mapping[Bucket, int], Callable[[int], float]] | None = None
         self.quarantined: dict[str, str] = {}
@@ -294,12 +296,15 @@ class ClipLoader:
 
     def _rows(self, samples: list[Sample]) -> Rows:
         """The rows of the step at `position`, which these samples of this rank stand in one behind the other."""
-        sampler = self._row_sampler()
+        if self._row_plan is None:
+            self._row_plan = self._row_sampler()
+        sampler = self._row_plan
         everyones = sampler.rows(self.position)
         num_clips = Counter(sampler.bucket(self.position + each) for row in everyones for each in row)
         rows, rest = [], iter(samples)
-        for row in sampler.own_rows(self.position):
-            rows.append([self._batch([sample]) for sample in itertools.islice(rest, len(row))])
+        for row in sampler.own:
+            of_row = itertools.islice(rest, len(everyones[row]))
+            rows.append([self._batch([sample]) for sample in of_row])
         self.position += num_clips.total()
         return Rows(rows, num_clips)
 
@@ -376,6 +381,7 @@ class ClipLoader:
     def _begin(self, position: int, *, excluded: Iterable[str], quarantined: Mapping[str, str]) -> None:
         """Sets the order of the videos and where in it to go on; forgets what was read ahead."""
         self.position, self._batches = position, None
+        self._row_plan = None
         self.quarantined, self._excluded = dict(quarantined), frozenset(excluded)
         self._videos = [
             # One that has gone bad since the run was saved keeps its place in the order, where another stands in.

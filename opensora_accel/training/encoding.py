@@ -159,7 +159,7 @@ class Encoders:
             references = None
             if batch.references is not None:
                 found = self.encode_references(batch.references, batch.clips)
-                if self._references_in_rows:
+                if self.recipe.references_in_rows:
                     condition = self.condition_of_references(batch.references, found, batch.positions)
                 else:
                     references = before_clips(found)
@@ -429,10 +429,6 @@ class Encoders:
             return self.codec.channels * math.prod(each // self.codec.spatial for each in sides)
         channels, num_frames, height, width = self.latent_shapes[clip.bucket]
         return channels * (num_frames - self.recipe.latent_frames_before(self.config.data)) * height * width
-
-    @property
-    def _references_in_rows(self) -> bool:
-        return self.conditioning is not None and self.conditioning.takes_references
 
     @property
     def _noise_on_pixels(self) -> bool:

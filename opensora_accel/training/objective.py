@@ -187,14 +187,11 @@ class Objective:
         noisy: Sequence[Tensor],
         timestep: Tensor,
         bucket: Bucket,
-        captions: Sequence[str],
-        condition: Condition | None = None,
-        guidance: float | None = None,
-        in_place_of: Sequence[str] | None = None,
-        captions_2: Sequence[str] | None = None,
+        *known: Any,
+        **others: Any,
     ) -> list[Tensor]:
         """The velocities that the model predicts, [B, C, …] of each stream; arguments are those of `inputs`."""
-        inputs = self.inputs(noisy, timestep, bucket, captions, condition, guidance, in_place_of, captions_2)
+        inputs = self.inputs(noisy, timestep, bucket, *known, **others)
         of_bucket = str(bucket) if bucket in self.plans else None
         with run_blocks(self.model, of_bucket) if self.plans else nullcontext():
             return self.recipe.predict(self.forward, inputs)

@@ -20,13 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.utils.data import Sampler
 
 from opensora_accel.training.buckets import Bucket
-from opensora_accel.training.flow import generator
-from opensora_accel.training.sampler import Key, Portion
+from opensora_accel.training.sampler import Key, Portion, Stream
 from shardformer import blocks_of
 
 
@@ -115,19 +113,19 @@ class RowSampler(Sampler[list[Key]]):
     ) -> None:
         self.position = 0
         self._bucket_of = {video: portion.bucket for portion in portions for video in portion.videos}
-        # One that comes more often in an epoch is there so many times.
-        self._videos = sorted(video for portion in portions for video in portion.videos)
+        videos = sorted(video for portion in portions for video in portion.videos)
+        self._stream = Stream(videos, seed, "order of rows")
         self._tokens, self._cost, self._capacity = tokens, cost, capacity
-        self._num_rows, self._seed, self._substitute = num_rows, seed, substitute
-        self._own = range(data_rank * num_rows // data_size, (data_rank + 1) * num_rows // data_size)
-        self._order = -1, torch.empty(0)
+        self._num_rows, self._substitute = num_rows, substitute
+        # Which of a step's rows are this data rank's.
+        self.own = range(data_rank * num_rows // data_size, (data_rank + 1) * num_rows // data_size)
 
     def __iter__(self) -> Iterator[list[Key]]:
         while True:
             first, rows = self.position, self.rows(self.position)
             self.position = first + sum(map(len, rows))
-            own = [sample for row in self._own for sample in rows[row]]
-            yield [(first + sample, self._substitute(self._video(first + sample))) for sample in own]
+            own = [sample for row in self.own for sample in rows[row]]
+            yield [(first + sample, self._substitute(self._stream.at(first + sample))) for sample in own]
 
     def rows(self, position: int) -> list[list[int]]:
         """The rows of the step whose first sample is at `position`, counted from it; the same on all ranks."""
@@ -138,20 +136,6 @@ class RowSampler(Sampler[list[Key]]):
             self._cost,
         )
 
-    def own_rows(self, position: int) -> list[list[int]]:
-        """Those of this data rank."""
-        rows = self.rows(position)
-        return [rows[row] for row in self._own]
-
     def bucket(self, position: int) -> Bucket:
         """That of the sample at a position, whichever file stands in for it."""
-        return self._bucket_of[self._video(position)]
-
-    def _video(self, position: int) -> int:
-        """The index of the video at a place in the endless stream of all."""
-        epoch, at = divmod(position, len(self._videos))
-        known, order = self._order
-        if epoch != known:
-            order = torch.randperm(len(self._videos), generator=generator(self._seed, "order of rows", epoch))
-            self._order = epoch, order
-        return self._videos[int(order[at])]
+        return self._bucket_of[self._stream.at(position)]

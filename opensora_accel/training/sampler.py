@@ -30,6 +30,29 @@ class Portion:
     batch_size: int
 
 
+class Stream:
+    """Videos without end: every epoch is a permutation of them that follows from the seed.
+
+    Args:
+        videos: by index; one that comes more often in an epoch is there so many times.
+        purpose: of the draw; each stream has its own.
+    """
+
+    def __init__(self, videos: Sequence[int], seed: int, purpose: str) -> None:
+        self._videos, self._seed, self._purpose = videos, seed, purpose
+        # The epoch that is being read, and its order.
+        self._epoch, self._order = -1, torch.empty(0)
+
+    def at(self, place: int) -> int:
+        """The index of the video at a place: of 8 videos, place 10 is the third one of epoch 1."""
+        epoch, at = divmod(place, len(self._videos))
+        # Who reads may run across the end of an epoch, and seldom back.
+        if epoch != self._epoch:
+            rng = generator(self._seed, self._purpose, epoch)
+            self._epoch, self._order = epoch, torch.randperm(len(self._videos), generator=rng)
+        return self._videos[int(self._order[at])]
+
+
 class GlobalBatchSampler(Sampler[list[Key]]):
     """Endless batches of keys `(position, video_index)`: this data rank's share of each global batch.
 
@@ -57,8 +80,11 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         self._portions, self._seed = portions, seed
         self._data_rank, self._data_size = data_rank, data_size
         self._substitute = substitute or (lambda video_index: video_index)
-        # For each portion the epoch that is being read, and the order of its videos.
-        self._orders = {portion.bucket: (-1, torch.empty(0)) for portion in portions}
+        of_one = len(portions) == 1
+        self._streams = {
+            each.bucket: Stream(each.videos, seed, "order" if of_one else f"order of {each.bucket}")
+            for each in portions
+        }
 
     def __iter__(self) -> Iterator[list[Key]]:
         for first, portion, place in self._batches():
@@ -68,7 +94,8 @@ class GlobalBatchSampler(Sampler[list[Key]]):
             share = range(
                 self._data_rank * size // self._data_size, (self._data_rank + 1) * size // self._data_size
             )
-            yield [(first + n, self._substitute(self._video(portion, place + n))) for n in share]
+            stream = self._streams[portion.bucket]
+            yield [(first + n, self._substitute(stream.at(place + n))) for n in share]
 
     def _batches(self) -> Iterator[tuple[int, Portion, int]]:
         """From `position` on each batch's first position, portion, and first place in the portion's own stream."""
@@ -92,18 +119,6 @@ class GlobalBatchSampler(Sampler[list[Key]]):
                     yield first, portions[kind], places[kind] * size
                 first, places[kind] = first + size, places[kind] + 1
             epoch += 1
-
-    def _video(self, portion: Portion, place: int) -> int:
-        """The index of the video at a place in the endless stream of a portion."""
-        # Of 8 videos, place 10 is the third one of epoch 1.
-        epoch, at = divmod(place, len(portion.videos))
-        known, order = self._orders[portion.bucket]
-        # A batch may run across the end of an epoch, but never back.
-        if epoch != known:
-            purpose = "order" if len(self._portions) == 1 else f"order of {portion.bucket}"
-            order = torch.randperm(len(portion.videos), generator=generator(self._seed, purpose, epoch))
-            self._orders[portion.bucket] = epoch, order
-        return portion.videos[int(order[at])]
 
 
 def check_divides(batch_size: int, data_size: int, option: str) -> None:

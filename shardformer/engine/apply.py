@@ -163,8 +163,7 @@ def shard(
             # With all of attention, which a plan without sequence parallelism has no use for.
             from shardformer.engine.splits import spread_tokens
 
-            tokens = Tokens(Alone() if group is None else group)
-            tokens.are_packed = packed
+            tokens = Tokens(Alone() if group is None else group, are_packed=packed)
             spread_tokens(model, plan, policy, tokens, undo)
         _chunk_mlps(model, policy, block_plans, undo)
         _checkpoint(model, policy, block_plans, undo)

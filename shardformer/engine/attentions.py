@@ -68,7 +68,7 @@ def redirect_attentions(
 
     def is_traceable() -> bool:
         # A graph holds no transfer that has only begun.
-        return tokens.are_followed() and not kernels.overlaps and tokens.state.packed is None
+        return tokens.are_followed() and not kernels.overlaps
 
     for name, module, attention in _attentions(model, kernels, policy, tokens):
         tokens.attentions.append(attention)
@@ -288,7 +288,7 @@ def _whole_queries(tokens: Tokens, kernels: _Kernels, name: str, packed: PackedA
 def _ask_in_order(seen: slices.AttentionSlices, tokens: Tokens, splits: tuple[int, ...]) -> slices.Deal:
     """Each rank has a run of the queries, and of the keys what it was dealt."""
     assert tokens.state.deal is not None
-    queries = slices.Deal.in_order(seen, splits, splits).runs
+    queries = streams.deal_in_order(seen, splits).runs
     return streams.deal_in_runs(seen, queries, tokens.state.deal.runs)
 
 

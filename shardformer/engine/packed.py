@@ -211,9 +211,13 @@ def refuse_masks(name: str, tokens: Tokens, mask: Any, causal: bool) -> None:
         ValueError: there is one, and it is not what the slices were read from.
     """
     packed = tokens.state.packed
-    if packed is not None and packed.block_mask is not None and mask is packed.block_mask:
-        return
-    if mask is not None or causal:
+    own = None if packed is None else packed.block_mask
+    if own is not None and mask is not own:
+        raise ValueError(
+            f"{name} passed another mask than the first block gets, by which all self-attention of this model goes: "
+            "give all blocks one mask, or keep this model on one device a sequence"
+        )
+    if own is None and (mask is not None or causal):
         raise ValueError(
             f"{name} passed {'is_causal' if mask is None else 'a mask'} within run_packed, which says by itself who "
             "sees whom; leave the model's mask out: a row of samples has no padding"

@@ -264,9 +264,10 @@ class Policy:
     # Every attention module of the model, if all else in it treats tokens one by one: then several samples may stand in
     # one row (`shardformer.packing`). Where it does not, why not, for the error message.
     packed_attention: tuple[PackedAttention, ...] = ()
-    block_mask: BlockMask | None = None
     packed_positions: PackedPositions | None = None
     unpacked: str = ""
+    # By which `self_attention` goes, where the model makes one.
+    block_mask: BlockMask | None = None
     # For a profiler, attention whose module no entry above names: its module; or, where a block calls the kernel
     # itself, the module that runs just before it and the one that runs just after, with their block's path in front.
     attention_regions: tuple[str | tuple[str, str], ...] = ()

@@ -75,6 +75,12 @@ def _packed(lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> slices.Att
 
 
 @lru_cache(maxsize=256)
+def deal_in_order(mask: slices.AttentionSlices, splits: tuple[int, ...]) -> slices.Deal:
+    """Each rank has a run of tokens. One object for equal masks: it keeps what they were cut into."""
+    return slices.Deal.in_order(mask, splits, splits)
+
+
+@lru_cache(maxsize=256)
 def deal_in_runs(
     mask: slices.AttentionSlices, runs: tuple[tuple[range, ...], ...], kv_runs: tuple[tuple[range, ...], ...]
 ) -> slices.Deal:

@@ -130,12 +130,14 @@ class Tokens:
     (`check_known`).
     """
 
-    def __init__(self, group: dist.ProcessGroup | Alone):
+    def __init__(self, group: dist.ProcessGroup | Alone, *, are_packed: bool = False):
         self.group: Any = group
         self.state = State()
-        # What the next forward is told of its tokens. Whether the model may be told it, and a ring deals them out then.
+        # Whether forwards may be told of their tokens, and what the next one is.
+        self.are_packed = are_packed
         self.packed: Packed | None = None
-        self.are_packed = self.may_be_dealt = False
+        # Whether a ring deals the tokens out then.
+        self.may_be_dealt = False
         self.in_forward = False
         # Whether the model's own code knows that it has a share: `local_tokens`.
         self.were_asked_for = False
@@ -215,8 +217,9 @@ class Tokens:
         return sum(self.state.splits or ())
 
     def are_followed(self) -> bool:
-        """Whether the state is known in a forward after the first: then a compiled region may depend on it."""
-        return self.state.is_known and not self.state.is_first
+        """Whether a compiled region may depend on the state: in a forward after the first, whose attention is by no
+        slices, which are not traced."""
+        return self.state.is_known and not self.state.is_first and self.state.packed is None
 
     def check_known(self, what: str) -> None:
         """Refuses a recomputation that did not bring the state along.
@@ -288,11 +291,12 @@ class Tokens:
         if known is not None:
             return known
         from opensora_accel.attention import slices
+        from shardformer.spread.streams import deal_in_order
 
         # Shares of whole frames stay as they are.
         if packed.balanced and self.may_be_dealt and self.state.unit == 1:
             return slices.deal(packed.own, self.group.size())
-        return slices.Deal.in_order(packed.own, splits, splits)
+        return deal_in_order(packed.own, splits)
 
     def split(self, tensor: Tensor, dim: int, splits: tuple[int, ...], is_shared: bool) -> Tensor:
         """This rank's share: [..., S at dim, ...] → [..., S/P at dim, ...].

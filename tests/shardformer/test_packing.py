@@ -16,7 +16,7 @@ from opensora_accel.attention.slices import AttentionSlices, deal
 from opensora_accel.precision import LiftOperations, lift_casts
 from shardformer import packing
 from shardformer.engine.packed import refuse_masks
-from shardformer.spread import Alone, Tokens
+from shardformer.spread import Alone, Tokens, streams
 from tests.models import wan, wan_inputs
 from tests.shardformer.conformance import compare, in_double, of_first_rank
 from tests.tiers import PROVE, some
@@ -157,6 +157,16 @@ def test_ranks_have_runs_of_a_row_where_the_models_code_counts_on_them(ranks):
 def test_a_causal_call_is_refused_within_run_packed():
     with pytest.raises(ValueError, match="attn passed is_causal within run_packed"):
         refuse_masks("attn", Tokens(Alone()), None, True)
+
+
+def test_a_block_with_a_mask_of_its_own_is_told_apart_from_a_row():
+    """Self-attention goes by the first block's, which the others get too."""
+    tokens, first = Tokens(Alone()), object()
+    tokens.state.packed = streams.Packed({}, {"x": AttentionSlices.causal(4)}, "x", block_mask=first)
+    refuse_masks("attn", tokens, first, False)
+    for other in (object(), None):
+        with pytest.raises(ValueError, match="attn passed another mask than the first block gets"):
+            refuse_masks("attn", tokens, other, False)
 
 
 # MiniMax H3 with adapters, whose 3 heads no two or four ranks share evenly.
@@ -381,3 +391,8 @@ def test_rows_and_clips_are_each_other():
 def test_times_of_clips_and_of_frames():
     times = packing.per_token([0.5, torch.tensor([1.0, 2.0])], [(1, 2, 2), (2, 2, 4)], (1, 2, 2))
     assert times.tolist() == [[0.5, 1.0, 1.0, 2.0, 2.0]]
+    of_tokens = packing.per_token([torch.tensor([[3.0, 4.0]])], [(1, 2, 4)], (1, 2, 2))
+    assert of_tokens.tolist() == [[3.0, 4.0]]
+    for values in ([1.0, 2.0, 3.0], []):
+        with pytest.raises(ValueError, match=rf"of 2 tokens cannot have {len(values)} values"):
+            packing.per_token([torch.tensor(values)], [(1, 2, 4)], (1, 2, 2))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from opensora_accel.training.classes import arguments_of
 from opensora_accel.training.conditions import Conditioning
 from opensora_accel.training.pictures import PictureStates
 from opensora_accel.training.recipes.base import Inputs, Recipe, Sizes, patches_of
-from opensora_accel.training.recipes.rows import Arguments, RowOf, joined, lengths, per_token
+from opensora_accel.training.recipes.rows import Arguments, RowOf, joined, lengths
 from shardformer import packing
 
 
@@ -36,12 +35,10 @@ def _derive(sizes: Sizes) -> dict[str, Any]:
 def _join(model: nn.Module, calls: Sequence[Arguments]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A row of patches, each token with its time."""
     patch, shapes = patches_of(arguments_of(model)), _shapes(calls)
-    tokens = [prod(shape) // prod(patch) for shape in shapes]
-    times = [per_token(call["timestep"], count) for call, count in zip(calls, tokens, strict=True)]
     constant = {"return_dict", "enable_diffusion_forcing"} & calls[0].keys()
     row = {name: calls[0][name] for name in constant} | joined(calls, {"encoder_hidden_states": 1})
     row["hidden_states"] = packing.to_row([call["hidden_states"].squeeze(0) for call in calls], patch)
-    row["timestep"] = joined([{"timestep": each} for each in times], {"timestep": 1})["timestep"]
+    row["timestep"] = packing.per_token([call["timestep"] for call in calls], shapes, patch)
     return row, {"hidden_states": shapes, "encoder_hidden_states": lengths(calls, "encoder_hidden_states")}
 
 
