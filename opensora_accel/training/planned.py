@@ -20,7 +20,7 @@ from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.pictures import build_picture_encoder
 from opensora_accel.training.sound import build_sound_codec
 from opensora_accel.training.text_encoders import build_text_encoder, text_paths
-from opensora_accel.training.tiny_run import TrueSize
+from opensora_accel.training.true_size import TrueSize
 
 _MOMENTS = {"fp32": "adamw", "8bit": "adamw-8bit", "4bit": "adamw-4bit", "fp8": "adamw-fp8"}
 

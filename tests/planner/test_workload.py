@@ -16,7 +16,7 @@ from opensora_accel.planner.run import trace_step
 from opensora_accel.planner.search import exact
 from opensora_accel.planner.workload import Workload, step_file
 from opensora_accel.training.planned import job_of
-from opensora_accel.training.tiny_run import TrueSize
+from opensora_accel.training.true_size import TrueSize
 from tests.tiers import PROVE, some
 from tests.training.runs import tiny_config
 

@@ -21,8 +21,9 @@ from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.sampler import GlobalBatchSampler, Portion
 from opensora_accel.training.samples import write_video
 from opensora_accel.training.sections import DataConfig
-from opensora_accel.training.tiny_run import TrueSize, proof_meshes
+from opensora_accel.training.tiny_run import proof_meshes
 from opensora_accel.training.tiny_run import tiny_config as tiny_config_of
+from opensora_accel.training.true_size import TrueSize
 from opensora_accel.training.video import Entry, UnreadableVideo, index_videos, probe, read_clip
 from tests.tiers import PROVE, some
 from tests.training.runs import TINY_WAN, tiny_config

@@ -22,8 +22,8 @@ from opensora_accel.training.recipes.base import even_times
 from opensora_accel.training.samples import sample_latents
 from opensora_accel.training.sections import FlowConfig
 from opensora_accel.training.text_encoders import text_shapes
-from opensora_accel.training.tiny_run import TrueSize
 from opensora_accel.training.tiny_run import tiny_config as tiny_proof
+from opensora_accel.training.true_size import TrueSize
 from opensora_accel.verify.pool import RankError
 from tests.tiers import some
 from tests.training.pipelines import CAPTIONS, FROM_FRAMES, by_pipeline, setting, without_rounding

@@ -14,8 +14,9 @@ from opensora_accel.training.config import config_from_dict
 from opensora_accel.training.pictures import build_picture_encoder, picture_shape
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.sections import ImageConfig
-from opensora_accel.training.tiny_run import TrueSize, write_clips
 from opensora_accel.training.tiny_run import tiny_config as tiny_proof
+from opensora_accel.training.tiny_run import write_clips
+from opensora_accel.training.true_size import TrueSize
 from opensora_accel.verify.pool import RankError
 from tests.tiers import PROVE, some
 from tests.training.runs import tiny_config

@@ -21,7 +21,8 @@ from opensora_accel.training.samples import write_video
 from opensora_accel.training.sections import CodecConfig, DataConfig
 from opensora_accel.training.sound import FoldedSound, SpectrumVAE, build_sound_codec, sound_shape
 from opensora_accel.training.soundtrack import read_sound
-from opensora_accel.training.tiny_run import TrueSize, proof_of, write_clips
+from opensora_accel.training.tiny_run import proof_of, write_clips
+from opensora_accel.training.true_size import TrueSize
 from opensora_accel.training.video import UnreadableVideo, Video, probe, read_timed_clip
 from opensora_accel.verify.pool import RankError
 from tests.tiers import some
