@@ -79,15 +79,20 @@ def _is_about_whole_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str,
     leaves = tree_leaves((args, dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(
-        isinstance(t, FakeTensor) or t.dtype not in _REAL_DTYPES or t.device.type != "cpu" for t in tensors
+        isinstance(t, FakeTensor) or t.dtype not in (*_REAL_DTYPES, torch.int8) or t.device.type != "cpu"
+        for t in tensors
     ):
         return False
     if kwargs.get("device") not in (None, torch.device("cpu"), "cpu"):
         return False
     dtype = kwargs.get("dtype")
     if dtype is not None:
-        return dtype in _REAL_DTYPES
-    is_whole = not any(isinstance(leaf, (float, torch.dtype)) for leaf in leaves)
+        # Block masks of flex attention are counted in int8, of real numbers. Elsewhere it is a message's buffer.
+        return dtype in _REAL_DTYPES or (dtype is torch.int8 and bool(tensors))
+    # What pads whole numbers gives such, whichever number it is given for the padding.
+    is_whole = func is torch.ops.aten.constant_pad_nd.default or not any(
+        isinstance(leaf, (float, torch.dtype)) for leaf in leaves
+    )
     return is_whole and (bool(tensors) or func._schema.name in _GIVE_WHOLE_NUMBERS)
 
 
