@@ -45,7 +45,7 @@ from opensora_accel.training.clips import (
 from opensora_accel.training.entries import Entry, entries_of
 from opensora_accel.training.flow import generator
 from opensora_accel.training.ranks import any_rank, from_first_rank
-from opensora_accel.training.rows import RowSampler
+from opensora_accel.training.rows import RowSampler, check_room
 from opensora_accel.training.sampler import GlobalBatchSampler, Portion, check_divides
 from opensora_accel.training.sections import DataConfig
 from opensora_accel.training.sound import SoundShape
@@ -231,12 +231,7 @@ class ClipLoader:
             ValueError: a clip has more tokens than a row.
         """
         if cost is not None:
-            for bucket, size in tokens.items():
-                if size > self.config.packed_tokens:
-                    raise ValueError(
-                        f"a clip of {bucket} has {size} tokens, more than a row: set data.packed_tokens to {size} or "
-                        f"more (it is {self.config.packed_tokens})"
-                    )
+            check_room(tokens, self.config.packed_tokens)
             self._of_rows = tokens, cost
             self._begin(0, excluded=self._excluded, quarantined=self.quarantined)
         elif self.config.buckets:

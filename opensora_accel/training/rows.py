@@ -17,8 +17,10 @@ sample behind the last one that it has trained, and every rank knows what the ot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.utils.data import Sampler
@@ -85,6 +87,49 @@ def _dealt(
         room[row] -= sizes[sample]
         costs[row] += cost(sizes[sample])
     return [sorted(row) for row in rows]
+
+
+def check_room(tokens: Mapping[Any, int], capacity: int) -> None:
+    """Checks that a row of `capacity` tokens has room for a clip of each size.
+
+    Raises:
+        ValueError: one has more tokens.
+    """
+    for size, number in tokens.items():
+        if number > capacity:
+            raise ValueError(
+                f"a clip of {size} has {number} tokens, more than a row: set data.packed_tokens to {number} or more "
+                f"(it is {capacity})"
+            )
+
+
+def fullest_row(tokens: Mapping[str, int], capacity: int) -> list[str]:
+    """Of rows of at most `capacity` tokens the one that has most, and of those as full the one with most pairs.
+
+    Of clips of 6, 5 and 2 tokens a row of 10 has 6, 2 and 2: as many tokens as 5 and 5 or five of 2, but 44 pairs
+    within a clip in the place of 50 and 20. So it has 5 and 5.
+
+    Args:
+        tokens: of a clip of each size, none more than `capacity`.
+
+    Returns:
+        The size of each of its clips, the largest first.
+    """
+    unit = math.gcd(*tokens.values())
+    # By units: the most pairs of clips that add up to so many tokens, and the last of these clips; none for no such.
+    pairs, last = [0], [""]
+    for at in range(1, capacity // unit + 1):
+        before = {name: at - number // unit for name, number in tokens.items()}
+        reached = [name for name, place in before.items() if place >= 0 and pairs[place] >= 0]
+        best = max(reached, key=lambda name: pairs[before[name]] + tokens[name] ** 2, default="")
+        pairs.append(pairs[before[best]] + tokens[best] ** 2 if best else -1)
+        last.append(best)
+    at = max(place for place, number in enumerate(pairs) if number >= 0)
+    names = []
+    while at:
+        names.append(last[at])
+        at -= tokens[last[at]] // unit
+    return sorted(names, key=lambda name: (-tokens[name], name))
 
 
 class RowSampler(Sampler[list[Key]]):

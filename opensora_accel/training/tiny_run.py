@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -26,20 +27,25 @@ from opensora_accel.training.classes import is_path, parameters_of
 from opensora_accel.training.codec import build_codec
 from opensora_accel.training.conditions import Conditioning
 from opensora_accel.training.config import TrainConfig
+from opensora_accel.training.encoding import Encoded
 from opensora_accel.training.recipes import Sizes
 from opensora_accel.training.sections import (
     CodecConfig,
     ConditionsConfig,
+    DataConfig,
     ImageConfig,
     ModelConfig,
     TextConfig,
     ValidationConfig,
 )
-from opensora_accel.training.true_size import TrueSize
+from opensora_accel.training.true_size import TrueRow, TrueSize, true_sizes
 from opensora_accel.verify import Proof, Run, meshes_of
+from opensora_accel.wrapping import replaced
 
 # Of the small codec: pixels a side of a latent position.
 _PATCH = 4
+# Sizes of clips that share rows: files of 12 and of 6 frames have one each.
+_ROW_BUCKETS = ("9x24x40", "5x24x40")
 # Where references lie in the folder of generated clips, and their shorter side where they keep their shape.
 _REFERENCES, _SIDE = "references", 16
 
@@ -57,10 +63,11 @@ def proof_of(config: TrainConfig, folder: Path, max_ranks: int) -> Proof:
         folder / "clips",
         with_sound=with_sound,
         of_lengths=True,
+        of_sizes=bool(config.data.packed_tokens),
         num_references=config.data.references_of_each,
     )
     tiny = tiny_config(config, clips)
-    true = TrueSize.of(config)
+    true = TrueRow.of(config) if config.data.packed_tokens else TrueSize.of(config)
     return Proof(
         step=TrainerStep(tiny),
         model_fn=None,
@@ -98,8 +105,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         height=24,
         width=40,
         buckets=(),
-        # Rows of several clips, where the run has rows.
-        packed_tokens=640 if config.data.packed_tokens else 0,
+        packed_tokens=0,
         batch_size=4,
         num_workers=0,
         frame_rate=0.0,
@@ -122,7 +128,7 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
     if given.are_used or configured.recipe_of(config.model).follows_controls:
         sizes = build_codec(config.codec, torch.device("meta"), torch.float32)
         conditioning = configured.conditioning_of(config, sizes)
-    return dataclasses.replace(
+    tiny = dataclasses.replace(
         config,
         output=str(folder / "run"),
         steps=1,
@@ -155,6 +161,22 @@ def tiny_config(config: TrainConfig, folder: Path) -> TrainConfig:
         if saved is None
         else dataclasses.replace(saved.config_by_ends, base=config.lora.base),
     )
+    return _in_rows(tiny) if config.data.packed_tokens else tiny
+
+
+def _in_rows(tiny: TrainConfig) -> TrainConfig:
+    """With clips of unlike lengths: a row has room for one of each size, and half of the largest one more."""
+    # Sizes are said by the buckets alone.
+    left_out = {"num_frames", "height", "width"}
+    fields = dataclasses.fields(DataConfig)
+    default: dict[str, Any] = {each.name: each.default for each in fields if each.name in left_out}
+    tiny = dataclasses.replace(tiny, data=dataclasses.replace(tiny.data, buckets=_ROW_BUCKETS, **default))
+    sizes = list(true_sizes(tiny).values())
+    with torch.device("meta"):
+        outline = sizes[0].model()
+    tokens = [size.tokens_of_clip(outline) for size in sizes]
+    data = dataclasses.replace(tiny.data, packed_tokens=sum(tokens) + max(tokens) // 2)
+    return dataclasses.replace(tiny, data=data)
 
 
 def _tiny_model(config: ModelConfig, conditioning: Conditioning | None, is_causal: bool) -> ModelConfig:
@@ -192,8 +214,16 @@ class TrainerStep:
         from opensora_accel.training.loop import Trainer
 
         trainer = Trainer(dataclasses.replace(self.config, plan=run.plan.replace(precision="fp64")))
+        objective = trainer.objective
+
+        def apart(row: Sequence[Encoded]) -> torch.Tensor:
+            return torch.stack([objective.loss(sample) for sample in row]).sum()
+
+        # One device calls the model for each clip of a row by itself. So what a row mixes up is found too.
+        of_row = apart if run.is_reference else objective.loss_of_row
         run.watch(trainer.state.model)
-        metrics = trainer.step()
+        with replaced(objective, "loss_of_row", of_row):
+            metrics = trainer.step()
         assert metrics is not None, "nobody interrupts it"
         return compared_between_ranks(metrics)
 
@@ -226,22 +256,24 @@ def write_clips(
     *,
     with_sound: bool = False,
     of_lengths: bool = False,
+    of_sizes: bool = False,
     num_references: int = 0,
 ) -> Path:
     """A folder of moving gradients, each of another colour, with captions; small enough that decoding is nothing.
 
-    With sound each hums another tone. With `of_lengths` the captions are of different lengths. References are pictures
-    of other shapes, in the folder references in it.
+    With sound each hums another tone. With `of_lengths` the captions are of different lengths, with `of_sizes` every
+    second clip has half of the frames. References are pictures of other shapes, in the folder references in it.
     """
     from opensora_accel.training.samples import write_video
 
     folder.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
     for number in range(num_videos):
-        ramp = torch.arange(40).view(1, 1, 40, 1) * 4 + torch.arange(num_frames).view(-1, 1, 1, 1) * 3
+        length = num_frames // 2 if of_sizes and number % 2 else num_frames
+        ramp = torch.arange(40).view(1, 1, 40, 1) * 4 + torch.arange(length).view(-1, 1, 1, 1) * 3
         tint = torch.tensor([number * 40, 120, 200 - number * 40])
-        frames = ((ramp + tint) % 256).expand(num_frames, 24, 40, 3).to(torch.uint8)
-        seconds = torch.arange(8000 * num_frames // 12) / 8000
+        frames = ((ramp + tint) % 256).expand(length, 24, 40, 3).to(torch.uint8)
+        seconds = torch.arange(8000 * length // 12) / 8000
         hum = (0.3 * torch.sin(2 * torch.pi * 110 * (1 + number) * seconds))[None], 8000
         write_video(folder / f"{number}.mp4", frames, 12, hum if with_sound else None)
         words = f"a gradient of colour number {number}".split()

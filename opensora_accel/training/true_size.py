@@ -7,6 +7,7 @@ else the run's model gets. No file of clips is read.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,13 +21,15 @@ from opensora_accel.observe import Run
 from opensora_accel.plan import Plan
 from opensora_accel.training import build, configured, one_clip
 from opensora_accel.training.beside import largest_reference
+from opensora_accel.training.buckets import Bucket
 from opensora_accel.training.captions import TextShape
-from opensora_accel.training.classes import make
+from opensora_accel.training.classes import arguments_of, make
 from opensora_accel.training.codec import LatentFrames, build_codec, latent_shape
 from opensora_accel.training.conditions import Condition
 from opensora_accel.training.config import TrainConfig
-from opensora_accel.training.flow import Stream, flow_loss
-from opensora_accel.training.recipes import Inputs
+from opensora_accel.training.flow import TIMESTEPS, Stream, flow_loss
+from opensora_accel.training.recipes import Inputs, check_rows
+from opensora_accel.training.rows import check_room, fullest_row
 from opensora_accel.training.text_encoders import text_shapes
 from shardformer import parallelize
 from shardformer.engine import weight_dtype
@@ -119,6 +122,18 @@ class TrueSize:
         """Times of so many clips, [B], or [B, t] of latent frames; drawn at random."""
         return torch.rand(batch, self.latents[1]) if self.config.flow.is_forced else torch.rand(batch)
 
+    def tokens_of_clip(self, outline: nn.Module) -> int:
+        """How many tokens the model makes of a clip."""
+        return one_clip.tokens_per_sample(self.latents, outline)
+
+    def tokens_of_references(self, outline: nn.Module) -> int:
+        """How many it makes of references in their own shapes, beside the clip."""
+        if self.condition is None or self.condition.references is None:
+            return 0
+        (references,) = self.condition.references
+        shapes = [each.shape[1:] for each in references]
+        return sum(one_clip.tokens_per_sample((c, t, h, w), outline) for c, t, h, w in shapes)
+
     def step(self, model: nn.Module, run: Run) -> None:
         """Forward and backward of one batch, as the trainer has them."""
         self.prepare(model, run)(True)
@@ -131,11 +146,7 @@ class TrueSize:
         Args:
             batch: how many clips a data rank has; None is its share of the configured ones.
         """
-        from opensora_accel.parallel_states import init_parallel
-
-        # On fake tensors: the world of the plan is simulated in this process.
-        init_parallel(run.plan, "cpu")
-        model, forward = parallelize(model, run.plan, torch.device("cpu"))
+        model, forward = _parallelized(model, run)
         batch = batch or max(1, self.batch_size // run.data_size)
         recipe = configured.recipe_of(self.config.model)
         # What takes a clip a call has a backward of each.
@@ -144,20 +155,141 @@ class TrueSize:
 
         def predict(noisy: list[torch.Tensor], timestep: torch.Tensor) -> list[torch.Tensor]:
             """noisy [B, ...] of each stream and timestep [B], or [B, t], → their velocities."""
-            sound = noisy[1] if len(noisy) == 2 else None
-            inputs = dataclasses.replace(drawn, latents=noisy[0], timestep=timestep, sound=sound)
-            return recipe.predict(forward, inputs)
+            return recipe.predict(forward, _with_noise(drawn, noisy, timestep))
+
+        def loss() -> torch.Tensor:
+            return flow_loss(predict, _streams_of(drawn), self.times(batch))
+
+        one_pass = _pass_of(model, forward, loss)
 
         def all_clips(is_last: bool) -> None:
             for number in range(num_passes):
                 one_pass(is_last and number == num_passes - 1)
 
-        def one_pass(is_last: bool) -> None:
-            is_ddp = isinstance(forward, nn.parallel.DistributedDataParallel)
-            set_last_microbatch(model, is_last)
-            with nullcontext() if is_last or not is_ddp else cast(Any, forward).no_sync():
-                clean = [drawn.latents, *([] if drawn.sound is None else [drawn.sound])]
-                streams = [Stream(each, torch.randn_like(each)) for each in clean]
-                flow_loss(predict, streams, self.times(batch)).backward()
-
         return all_clips
+
+
+@dataclass(frozen=True)
+class TrueRow:
+    """The fullest row that a run's clips can share (`data.packed_tokens`), and its step, as `TrueSize` has a batch.
+
+    Which clips share a row is known once their files are; sizes are known before. Of all rows of them none has more
+    tokens than this one, and of those as full as it is none has more pairs of tokens that see each other: what it takes
+    of memory no row of the run takes more of, and the mean row has fewer pairs. Every caption is the longest.
+    """
+
+    # The largest first.
+    clips: tuple[TrueSize, ...]
+    num_tokens: int
+    # "2 × 81x480x832, 3 × 1x480x832".
+    name: str
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> TrueRow:
+        """Of all sizes of the run, whether or not it has files for each.
+
+        Raises:
+            ValueError: the model takes no rows, a clip has no room in one, or as `TrueSize.of`.
+        """
+        sizes = {str(size): true for size, true in true_sizes(config).items()}
+        first = next(iter(sizes.values()))
+        with torch.device("meta"):
+            outline: Any = first.model()
+        check_rows(config, configured.recipe_of(config.model), arguments_of(outline))
+        tokens = {name: true.tokens_of_clip(outline) for name, true in sizes.items()}
+        check_room(tokens, config.data.packed_tokens)
+        names = fullest_row(tokens, config.data.packed_tokens)
+        clips = tuple(sizes[name] for name in names)
+        total = sum(tokens[name] + sizes[name].tokens_of_references(outline) for name in names)
+        counts = Counter(names)
+        return cls(clips, total, ", ".join(f"{count} × {name}" for name, count in counts.items()))
+
+    @property
+    def plan(self) -> Plan:
+        return self.clips[0].plan
+
+    def model(self) -> nn.Module:
+        return self.clips[0].model()
+
+    def step(self, model: nn.Module, run: Run) -> None:
+        """Forward and backward of a data rank's rows, one after the other, as the trainer has them."""
+        one_row = self.prepare(model, run)
+        num_rows = max(1, self.clips[0].batch_size // run.data_size)
+        for number in range(num_rows):
+            one_row(number == num_rows - 1)
+
+    def prepare(self, model: nn.Module, run: Run) -> Callable[[bool], None]:
+        """Applies the run's plan; returns what runs forward and backward of one row.
+
+        Its argument says whether the row is the last one of a step.
+        """
+        model, forward = _parallelized(model, run, packed=True)
+        recipe = configured.recipe_of(self.clips[0].config.model)
+        drawn = [clip.inputs(1, weight_dtype(run.plan)) for clip in self.clips]
+
+        def loss() -> torch.Tensor:
+            streams = [_streams_of(each) for each in drawn]
+            samples = []
+            for clip, inputs, of_clip in zip(self.clips, drawn, streams, strict=True):
+                times = clip.times(1)
+                noisy = [stream.noisy(times) for stream in of_clip]
+                samples.append(_with_noise(inputs, noisy, times * TIMESTEPS))
+            velocities = recipe.predict_row(model, forward, samples)
+            losses = [
+                stream.loss(found, None, 0.0)
+                for of_clip, answer in zip(streams, velocities, strict=True)
+                for stream, found in zip(of_clip, answer, strict=True)
+            ]
+            return torch.stack(losses).sum()
+
+        return _pass_of(model, forward, loss)
+
+
+def true_sizes(config: TrainConfig) -> dict[Bucket, TrueSize]:
+    """Every size of clips of a run, in the order of the configuration.
+
+    Raises:
+        ValueError: as `TrueSize.of`.
+    """
+    sizes = {}
+    for size in config.data.sizes:
+        # A configuration of this size alone.
+        data = dataclasses.replace(
+            config.data, buckets=(), num_frames=size.num_frames, height=size.height, width=size.width
+        )
+        sizes[size] = TrueSize.of(dataclasses.replace(config, data=data))
+    return sizes
+
+
+def _parallelized(
+    model: nn.Module, run: Run, *, packed: bool = False
+) -> tuple[nn.Module, Callable[..., Any]]:
+    from opensora_accel.parallel_states import init_parallel
+
+    # On fake tensors: the world of the plan is simulated in this process.
+    init_parallel(run.plan, "cpu")
+    return parallelize(model, run.plan, torch.device("cpu"), packed=packed)
+
+
+def _streams_of(drawn: Inputs) -> list[Stream]:
+    clean = [drawn.latents, *([] if drawn.sound is None else [drawn.sound])]
+    return [Stream(each, torch.randn_like(each)) for each in clean]
+
+
+def _with_noise(drawn: Inputs, noisy: Sequence[torch.Tensor], timestep: torch.Tensor) -> Inputs:
+    sound = noisy[1] if len(noisy) == 2 else None
+    return dataclasses.replace(drawn, latents=noisy[0], timestep=timestep, sound=sound)
+
+
+def _pass_of(
+    model: nn.Module, forward: Callable[..., Any], loss: Callable[[], torch.Tensor]
+) -> Callable[[bool], None]:
+    """Runs forward and backward of a loss; its argument says whether they are the last of a step."""
+    is_ddp = isinstance(forward, nn.parallel.DistributedDataParallel)
+
+    def one_pass(is_last: bool) -> None:
+        set_last_microbatch(model, is_last)
+        with nullcontext() if is_last or not is_ddp else cast(Any, forward).no_sync():
+            loss().backward()
+
+    return one_pass

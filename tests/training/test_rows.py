@@ -1,6 +1,7 @@
 """Clips of several sizes in one row: which ones, and that a run learns of each what it would learn of it alone."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from opensora_accel import Plan
 from opensora_accel.training.recipes import RECIPES
-from opensora_accel.training.rows import Cost, fill_rows
+from opensora_accel.training.rows import Cost, fill_rows, fullest_row
 from opensora_accel.training.samples import write_video
 from opensora_accel.training.sections import DataConfig
 from opensora_accel.training.video import probe, read_clip
@@ -124,6 +125,27 @@ def test_where_no_other_order_fits_rows_stay_as_they_were_filled():
     sizes = [4, 3, 3, 2, 2, 20]
     filled = [[0, 1], [2, 3, 4]]
     assert fill_rows(lambda n: sizes[n], 2, 7, lambda n: n**2) == filled
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.integers(1, 9), min_size=1, max_size=4), st.integers(9, 30)
+)
+def test_the_fullest_row_has_the_most_pairs_of_those_as_full(tokens, capacity):
+    row = fullest_row(tokens, capacity)
+    sizes = [tokens[name] for name in row]
+    assert sizes == sorted(sizes, reverse=True)
+    # All that fit, by numbers of each size.
+    counts = itertools.product(*(range(capacity // number + 1) for number in tokens.values()))
+    sums = [
+        (sum(n * size for n, size in zip(each, tokens.values(), strict=True)),
+         sum(n * size**2 for n, size in zip(each, tokens.values(), strict=True)))
+        for each in counts
+    ]  # fmt: skip
+    assert (sum(sizes), sum(size**2 for size in sizes)) == max(each for each in sums if each[0] <= capacity)
+
+
+def test_the_example_of_the_fullest_row():
+    assert fullest_row({"a": 6, "b": 5, "c": 2}, 10) == ["b", "b"]
 
 
 # What is learned of them.
