@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         without_values,
     )
     from opensora_accel.observe.fitting import BlockMemory, Change, StepMemory, changes, smallest_change
-    from opensora_accel.observe.flops import FlopCounter, peak_of
+    from opensora_accel.observe.flops import FlopCounter, SharedAttention, peak_of
     from opensora_accel.observe.kinds import AFTER, BACKWARD, FORWARD, KINDS, RECOMPUTE
     from opensora_accel.observe.live_bytes import DeviceBytes, LimitedBytes, LiveBytes
     from opensora_accel.observe.meshes import (
@@ -116,6 +116,7 @@ __all__ = [
     "Place",
     "Places",
     "Run",
+    "SharedAttention",
     "Step",
     "StepInputs",
     "StepMemory",

@@ -13,10 +13,10 @@ torch's FlopCounterMode is not used, because it takes operators apart: a step un
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -29,6 +29,7 @@ from torch.utils.flop_counter import (
 
 from opensora_accel.attention import slices
 from opensora_accel.observe.modes import OperatorMode
+from opensora_accel.observe.operators import arguments_of
 
 # By a part of the device's name, the most specific first: operations a second of dense products in bf16 with fp32
 # accumulation, and in fp32 without TF32; NVIDIA's data sheets.
@@ -133,19 +134,49 @@ def _know_all_operators() -> None:
         return backward(grad, q, k, v, k[1])
 
 
+class SharedAttention(NamedTuple):
+    """Attention by slices: which rank has what of it, and the place of this one among them."""
+
+    deal: slices.Deal
+    place: int
+
+    @classmethod
+    def by(cls, deal_name: str, group: str) -> SharedAttention:
+        """Of the names that an operator is called with; of a rank that has all tokens the group is ""."""
+        place = _resolve_process_group(group).rank() if group else 0  # type: ignore[arg-type]
+        return cls(slices.dealt(deal_name), place)
+
+    @classmethod
+    def of(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SharedAttention | None:
+        """What an operator is about; None where it is another, or cross-attention, whose keys all ranks have."""
+        if func._schema.name != "opensora_accel::sliced_attention":
+            return None
+        values = arguments_of(func, args, kwargs)
+        found = cls.by(values["deal"], values["group"])
+        return found if found.deal.mask.num_queries == found.deal.mask.num_keys else None
+
+    @property
+    def num_pairs(self) -> int:
+        """Of queries and keys, that this rank computes."""
+        return self.deal.areas[self.place]
+
+    @property
+    def imbalance_in_order(self) -> float:
+        """The largest share over the mean, if each rank had a run of the tokens, as many as it has."""
+        splits = self.deal.splits
+        return slices.Deal.in_order(self.deal.mask, splits, splits).imbalance
+
+
 def _know_slices() -> None:
     """Formulas for attention by slices, whose pairs a deal counts."""
     ours = torch.ops.opensora_accel
 
-    def area_of(name: str, group: str) -> int:
-        return slices.dealt(name).areas[_resolve_process_group(group).rank() if group else 0]  # type: ignore[arg-type]
-
     @register_flop_formula(ours.sliced_attention)
     def _(q: Any, _k: Any, v: Any, _mask: Any, deal: str, group: str, *_: Any, **__: Any) -> int:
-        return int(2 * q[0] * q[2] * area_of(deal, group) * (q[3] + v[3]))
+        return int(2 * q[0] * q[2] * SharedAttention.by(deal, group).num_pairs * (q[3] + v[3]))
 
     @register_flop_formula(ours.sliced_attention_backward)
     def _(_grad: Any, q: Any, _k: Any, v: Any, *others: Any, **_: Any) -> int:
         _mask, _out, _lse, deal, group, _scale = others
         # The scores again, dq and dk, which are as wide as keys; dv and the gradient of the weights, as values.
-        return int(2 * q[0] * q[2] * area_of(deal, group) * (3 * q[3] + 2 * v[3]))
+        return int(2 * q[0] * q[2] * SharedAttention.by(deal, group).num_pairs * (3 * q[3] + 2 * v[3]))

@@ -38,6 +38,9 @@ class OperatorMode(TorchDispatchMode):
     def after(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         """It has run."""
 
+    def inside(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A custom operator is about to be seen as what it is made of."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A DTensor shows the sizes of the whole. Its operation is taken apart first, and comes back with local tensors.
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -46,6 +49,7 @@ class OperatorMode(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # torch's C++ asks for every second operator
         if self.sees_parts and func.namespace not in _OPAQUE and func.has_kernel_for_dispatch_key(_COMPOSITE):
+            self.inside(func, args, kwargs)
             # torch has left this mode to call it. What the operator does is to be seen again.
             TorchDispatchMode.__enter__(self)
             try:

@@ -18,11 +18,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import ceil
 from typing import NamedTuple
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from opensora_accel.attention import slices
 from opensora_accel.experimental import experiment
 from opensora_accel.observe import BlockMemory, StepMemory
 from opensora_accel.plan import Plan
@@ -171,7 +173,20 @@ class Reference:
             return 0
         largest = max(attentions, key=lambda each: each.flops)
         batch, heads, queries, _keys, head_dim = largest.shape
+        # One of many tiles, where attention is by slices of a mask.
+        queries = max(queries, self.workload.num_tokens)
         return batch * heads * queries * head_dim * element_bytes(largest.dtype)
+
+    def in_ring(self, ring: int) -> tuple[float, float]:
+        """How uneven attention is in a ring (the largest share over the mean), and what a rank sends at each step, of
+        all of its keys. 1 and 1, unless attention is by slices: then as tokens are dealt out, by what the first rank
+        sends and gets."""
+        if self.whole.attention is None or ring == 1:
+            return 1.0, 1.0
+        deal = slices.deal(self.whole.attention.deal.mask, ring)
+        _own, *others = deal.steps(0)
+        moved = sum(max(step.num_sent, step.num_received) for step in others) / len(others)
+        return deal.imbalance, moved / max(deal.splits)
 
     def memory(self, optimizer_ratio: float, tp: int, samples: int = 1) -> StepMemory:
         """As the profiler's forecasts take it, of so many times the samples."""
@@ -234,6 +249,7 @@ class Estimator:
         self._memory = lru_cache(maxsize=None)(self.reference.memory)
         self._needs = lru_cache(maxsize=None)(self._needed_bytes)
         self._collective = lru_cache(maxsize=None)(self._collective_s)
+        self._in_ring = lru_cache(maxsize=None)(self.reference.in_ring)
 
     # ---- memory
 
@@ -339,10 +355,12 @@ class Estimator:
         if operation.kind == "memory":
             return replace(operation, num_bytes=-(-operation.num_bytes * samples // sequence))
         own: tuple[int, ...]
+        parts: float
         if operation.kind == "attention":
             batch, heads, queries, keys, head_dim = operation.shape
             own = (batch * samples, -(-heads // (ulysses * tp)), -(-queries // ring), keys, head_dim)
-            parts = sequence * tp
+            uneven, _moved = self._in_ring(ring)
+            parts = sequence * tp / uneven
         else:
             rows, parts = self.reference.workload.num_tokens * self.reference.workload.batch, tp
             batch, m, n, k = operation.shape
@@ -351,7 +369,7 @@ class Estimator:
             elif k >= rows:
                 k, parts = -(-k * samples // sequence), parts * sequence
             own = (batch, m, -(-n // tp), k)
-        flops, num_bytes = (-(-each * samples // parts) for each in (operation.flops, operation.num_bytes))
+        flops, num_bytes = (ceil(each * samples / parts) for each in (operation.flops, operation.num_bytes))
         return replace(operation, shape=own, flops=flops, num_bytes=num_bytes)
 
     def _collective_s(
@@ -395,7 +413,8 @@ class Estimator:
         if plan.ring > 1:
             ring = plan.ring
             # Keys and values of a ring rank's tokens and heads.
-            moved = 2 * reference.hidden_bytes * samples / plan.ring / plan.ulysses / plan.tp
+            _uneven, share = self._in_ring(ring)
+            moved = share * 2 * reference.hidden_bytes * samples / plan.ring / plan.ulysses / plan.tp
             send = self._collective("send", groups["ring"], moved, placement)
             forward_part, backward_part = (seconds / blocks / ring for seconds in (forward_s, backward_s))
             # Backward sends keys and values on, and their gradients after them in fp32.

@@ -14,6 +14,7 @@ from typing import Any
 from opensora_accel.plan import MESH_AXES, Plan
 from opensora_accel.planner.candidates import GIB, Candidate, Outcome, describe
 from opensora_accel.planner.search import reason_of
+from opensora_accel.planner.trace import Trace
 
 # Fields that are one choice together.
 _CHOICES: tuple[tuple[str, ...], ...] = (
@@ -49,6 +50,8 @@ class Explanation:
     seconds_by_kind: tuple[tuple[str, float], ...]
     # Which axes stay in a node and which leave it; "" where there is only one.
     placement: str
+    # Which tokens see each other, and how even that is over a ring; "" where all see all.
+    attention: str
     # What bounds the step, in a sentence.
     bound: str
     # The change that helps most, in a sentence; "" where none does.
@@ -63,6 +66,8 @@ class Explanation:
         ]
         if self.placement:
             lines.append(f"  placement: {self.placement}")
+        if self.attention:
+            lines.append(f"  attention: {self.attention}")
         whole = sum(seconds for _kind, seconds in self.seconds_by_kind) or 1.0
         lines.append(f"  the step: {self.bound}")
         lines += [
@@ -84,6 +89,7 @@ class Explanation:
             "bytes_by_kind": dict(self.bytes_by_kind),
             "seconds_by_kind": dict(self.seconds_by_kind),
             "placement": self.placement,
+            "attention": self.attention,
             "bound": self.bound,
             "helps": self.helps,
             "neighbours": [{"change": each.change, "why": each.why} for each in self.neighbours],
@@ -106,6 +112,7 @@ def explain(candidate: Candidate, outcome: Outcome) -> Explanation:
         placement_of(
             candidate.plan, min(outcome.request.world_size, outcome.request.hardware.ranks_per_node)
         ),
+        attention_of(candidate.trace),
         bound_of(candidate.seconds_by_kind),
         _helps(candidate, near),
         tuple(near[:_MOST_NEIGHBOURS]),
@@ -138,6 +145,21 @@ def placement_of(plan: Plan, ranks_per_node: int) -> str:
             # Where groups do not fill a node, some of them stand on two.
             (leaves if ranks_per_node % span else stays).append(f"{axis}={degree}")
     return f"{', '.join(stays) or 'no axis'} within a node, {', '.join(leaves)} between nodes"
+
+
+def attention_of(trace: Trace | None) -> str:
+    """Which share of all pairs a mask shows, and how even ranks of a ring are; "" of a step without such attention."""
+    if trace is None or trace.attention is None:
+        return ""
+    deal = trace.attention.deal
+    share = deal.mask.area / deal.mask.num_queries**2
+    text = f"of {deal.mask.num_queries:,} tokens each sees {share:.0%} on the average"
+    if len(deal.areas) == 1:
+        return text
+    return (
+        f"{text}; the busiest rank of the ring has {deal.imbalance:.2f} times the mean of pairs (runs in order: "
+        f"{trace.attention.imbalance_in_order:.2f})"
+    )
 
 
 def bound_of(seconds_by_kind: Mapping[str, float]) -> str:

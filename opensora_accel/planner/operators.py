@@ -63,6 +63,9 @@ def kernel_of(
     if formula is not None:
         flops = int(formula(*args, **kwargs, out_val=outputs))
     if any(part in name for part in _ATTENTION):
+        if arguments_of(func, args, kwargs).get("is_causal"):
+            # A triangle, of which the kernel leaves out what is not seen: torch's formula counts the square.
+            flops = flops * (args[0].size(-2) + 1) // (2 * args[0].size(-2))
         # After the gradient of the output, where there is one.
         q, k = [tensor for tensor in reads if tensor.dim() == 4][1 if "backward" in name else 0 :][:2]
         kind, shape = "attention", (q.size(0), q.size(1), q.size(2), k.size(2), q.size(3))

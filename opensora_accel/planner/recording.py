@@ -36,6 +36,7 @@ from opensora_accel.observe import (
     Owners,
     Place,
     Places,
+    SharedAttention,
     arena_memory,
     calls_of,
     find_call_site,
@@ -133,6 +134,8 @@ class StepRecorder(DeviceBytes):
         self.buckets: list[int] = []
         self.unpackings: list[int] = []
         self._shape = shape
+        # Attention by slices, if there is any: of the step's, the one with the most pairs.
+        self.attention: SharedAttention | None = None
         self._places: Places | None = None
         self._owners: Owners | None = None
         self._index_of: dict[str, int] = {}
@@ -205,6 +208,12 @@ class StepRecorder(DeviceBytes):
         return _RecordedQueues(self)
 
     # ---- operators
+
+    def inside(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Notes who has what of attention by slices, which then is seen as its tiles and messages."""
+        found = SharedAttention.of(func, args, kwargs)
+        if found and (self.attention is None or found.deal.mask.area > self.attention.deal.mask.area):
+            self.attention = found
 
     def after(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         """Appends what the operator has started, and counts what it has made."""

@@ -109,6 +109,7 @@ class _Session:
             trained_bytes=step.trained_bytes,
             largest_bytes=step.largest_bytes,
             groups=tuple(recorder.groups),
+            attention=recorder.attention,
         )
 
     def _record(self, model: nn.Module, run: Run, recorder: StepRecorder, others: OtherRanks) -> list[str]:

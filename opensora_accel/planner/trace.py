@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from opensora_accel.observe import SharedAttention
 from opensora_accel.plan import Plan
 
 # What bounds an operation.
@@ -78,6 +79,8 @@ class Trace:
     largest_bytes: int
     # Groups in which this rank communicates, as global ranks: each takes buffers of the communication library.
     groups: tuple[tuple[int, ...], ...] = ()
+    # Attention by slices of a mask: of the step's, the one with the most pairs. None where all tokens see each other.
+    attention: SharedAttention | None = None
 
     @property
     def peak(self) -> MemoryState:

@@ -13,14 +13,14 @@ from torch import nn
 
 from opensora_accel.plan import Plan
 from opensora_accel.planner import Frozen, Job, Residents, Workload, choose
-from opensora_accel.training import configured, one_clip
+from opensora_accel.training import configured
 from opensora_accel.training.classes import arguments_of
 from opensora_accel.training.codec import VideoVAE, build_codec
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.pictures import build_picture_encoder
 from opensora_accel.training.sound import build_sound_codec
 from opensora_accel.training.text_encoders import build_text_encoder, text_paths
-from opensora_accel.training.true_size import TrueSize
+from opensora_accel.training.true_size import TrueRow, TrueSize, true_sizes
 
 _MOMENTS = {"fp32": "adamw", "8bit": "adamw-8bit", "4bit": "adamw-4bit", "fp8": "adamw-fp8"}
 
@@ -55,15 +55,20 @@ def job_of(config: TrainConfig) -> Job:
         ValueError, FileNotFoundError: as `planned_sizes` and `frozen_parts`.
     """
     config.refuse_two_experts("the planner counts")
+    residents = Residents(
+        _MOMENTS[config.optim.state] if config.optim.algorithm == "adamw" else config.optim.algorithm,
+        bool(config.optim.ema_decay),
+        {kind: Frozen(*part) for kind, part in frozen_parts(config).items()},
+    )
+    if config.data.packed_tokens:
+        # A sample is a row. A data rank runs its rows one after the other, each with a backward of its own.
+        mix = ((workload_of_rows(config), 1.0),)
+        return Job(mix, config.plan.precision, residents, config.data.batch_size)
     sizes = {size.name: size for size in planned_sizes(config)}
     return Job(
         tuple((size.workload(1), 1.0) for size in sizes.values()),
         config.plan.precision,
-        Residents(
-            _MOMENTS[config.optim.state] if config.optim.algorithm == "adamw" else config.optim.algorithm,
-            bool(config.optim.ema_decay),
-            {kind: Frozen(*part) for kind, part in frozen_parts(config).items()},
-        ),
+        residents,
         config.data.batch_size,
         config.optim.accumulation,
         lambda workload, batch: sizes[workload.name].workload(batch),
@@ -94,23 +99,32 @@ def planned_sizes(config: TrainConfig) -> list[PlannedSize]:
         FileNotFoundError: `data.references` of such is no folder.
     """
     sizes = []
-    for size in config.data.sizes:
-        # A configuration of this size alone.
-        data = dataclasses.replace(
-            config.data, buckets=(), num_frames=size.num_frames, height=size.height, width=size.width
-        )
-        true = TrueSize.of(dataclasses.replace(config, data=data))
+    for size, true in true_sizes(config).items():
         with torch.device("meta"):
             outline: Any = true.model()
-        tokens = one_clip.tokens_per_sample(true.latents, outline)
-        if true.condition is not None and true.condition.references is not None:
-            (references,) = true.condition.references
-            for each in references:
-                channels, num_frames, *sides = each.shape[1:]
-                tokens += one_clip.tokens_per_sample((channels, num_frames, sides[0], sides[1]), outline)
+        tokens = true.tokens_of_clip(outline) + true.tokens_of_references(outline)
         heads = configured.recipe_of(config.model).num_heads(arguments_of(outline))
-        sizes.append(PlannedSize(f"{size.num_frames}x{size.height}x{size.width}", true, tokens, heads))
+        sizes.append(PlannedSize(str(size), true, tokens, heads))
     return sizes
+
+
+def workload_of_rows(config: TrainConfig) -> Workload:
+    """The fullest row of a run of rows, as `TrueRow` says which that is.
+
+    Raises:
+        ValueError: as `TrueRow.of`.
+    """
+    row = TrueRow.of(config)
+    with torch.device("meta"):
+        arguments = arguments_of(row.model())
+    return Workload(
+        f"a row of {row.num_tokens:,} tokens ({row.name})",
+        row.model,
+        row.prepare,
+        num_tokens=row.num_tokens,
+        text_tokens=sum(clip.config.text.length + clip.picture_tokens for clip in row.clips),
+        num_heads=configured.recipe_of(config.model).num_heads(arguments),
+    )
 
 
 def frozen_parts(config: TrainConfig) -> dict[str, tuple[int, str]]:
