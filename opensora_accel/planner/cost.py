@@ -122,17 +122,19 @@ def kernel_s(operation: Operation, hardware: Hardware) -> float:
 def collective_s(operation: Operation, hardware: Hardware, placement: Placement) -> float:
     """Seconds of a collective whose ranks all come at the same time."""
     num_ranks = len(operation.group)
-    kind: Any = operation.collective
-    if num_ranks < 2 or kind in ("recv", "barrier"):
+    # Messages go both ways at once, and where nothing is sent one still waits for what comes.
+    kind: Any = "send" if operation.collective == "recv" else operation.collective
+    num_bytes = max(operation.num_bytes, operation.received_bytes)
+    if num_ranks < 2 or kind == "barrier":
         return 0.0
     nodes, _fewest = placement.spread(operation.group)
     measured = hardware.collectives.get(f"{kind} {num_ranks}/{placement.ranks_per_node}")
     if measured is not None and nodes == 1:
-        return between_points(measured, operation.num_bytes)
+        return between_points(measured, num_bytes)
     if nodes > 1 and hardware.between is None:
         # Says what to do.
         hardware.nodes_of(placement.world_size)
-    size_bytes = operation.num_bytes / sent_bytes(kind, 1, num_ranks)
+    size_bytes = num_bytes / sent_bytes(kind, 1, num_ranks)
     links = hardware.within, hardware.between or hardware.within
     return one_level_s(kind, size_bytes, nodes, num_ranks / nodes, links)
 

@@ -326,8 +326,10 @@ class StepRecorder(DeviceBytes):
             self.groups[call.group] = None
             for tensor in (*tensors, *filled):
                 self._belongs_to_communication(tensor)
-            if call.kind == "recv" and self.operations and self.operations[-1].collective == "send":
+            last = self.operations[-1] if self.operations else None
+            if call.kind == "recv" and last and last.collective == "send":
                 # The other end of what the neighbours send at the same time.
+                self.operations[-1] = replace(last, received_bytes=max(last.received_bytes, call.input_bytes))
                 self._writers[_address(tensors[0])] = len(self.operations) - 1
                 continue
             operation = Operation(
@@ -335,6 +337,7 @@ class StepRecorder(DeviceBytes):
                 "collective",
                 stream_of(call, caller),
                 num_bytes=call.sent_bytes,
+                received_bytes=call.input_bytes if call.kind == "recv" else 0,
                 dtype=call.dtype,
                 collective=call.kind,
                 group=call.group,

