@@ -16,12 +16,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
+import hypothesis
 import pytest
 import torch
 
 from opensora_accel.verify.pool import RankPool, set_modules_aside
 
 torch.set_num_threads(1)
+# An example may take as long as a busy machine makes it.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 # Every test makes and drops Python objects by the thousand, and the search for cycles among them took a tenth of the
 # time. Ranks have it from here; they search after every job.
 gc.set_threshold(20_000, 20, 50)

@@ -51,7 +51,6 @@ def teacher_forcing(frames, tokens, block):
     return mask
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 7), st.integers(1, 13), st.integers(1, 3), st.integers(0, 3), st.sampled_from(BLOCK_SIZES)
 )
@@ -68,7 +67,6 @@ def test_blocks_of_frames_come_back(frames, tokens, block, window, block_size):
     )
 
 
-@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 11), st.integers(1, 3), st.sampled_from(BLOCK_SIZES))
 def test_clean_clips_before_noisy_ones_come_back(frames, tokens, block, block_size):
     size, mask = 2 * frames * tokens, teacher_forcing(frames, tokens, block)
@@ -78,7 +76,7 @@ def test_clean_clips_before_noisy_ones_come_back(frames, tokens, block, block_si
     assert found == AttentionSlices.teacher_forcing(frames, tokens, block_frames=block)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(1, 60),
     st.integers(1, 60),

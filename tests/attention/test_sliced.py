@@ -129,7 +129,7 @@ def drawn(shape, size, seed, heads, key_masked, held):
 
 
 @PROVE
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(MESHES),
     st.integers(1, 40),

@@ -226,7 +226,7 @@ def test_a_dense_mask_comes_back_in_as_many_slices(mask):
     assert len(again.slices) <= len(mask.slices)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 12),
     st.integers(0, 12),

@@ -206,7 +206,7 @@ def test_collectives_take_any_strides(ranks, num_ranks):
 
 
 @pytest.mark.prove
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_ranks=st.integers(1, 4),
     batch=st.integers(0, 2),
@@ -228,7 +228,7 @@ def test_attention_takes_any_strides(ranks, layout):
 
 
 @pytest.mark.prove
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_ranks=st.integers(1, 3),
     batch=st.integers(0, 2),

@@ -27,7 +27,7 @@ def test_an_arena_has_exactly_the_bytes_asked_for():
     assert arena.allocate(1000) is not None
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 900), st.integers(0, 9)), max_size=60))
 def test_entries_never_overlap_and_all_bytes_come_back(steps):
     arena = Arena(4096)

@@ -87,7 +87,7 @@ def offloaded(make_queues, mode, room, actions):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", some(["full", "selective"], "selective"))
-@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(
     actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3)), min_size=2, max_size=9),
     entries=st.integers(1, 9),

@@ -20,7 +20,7 @@ def strided(draw):
     return storage.as_strided(shape, stride, offset)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(strided())
 def test_what_comes_back_is_what_went(tensor):
     meta = TensorMeta.of(tensor)

@@ -121,7 +121,7 @@ def test_ranks_without_a_network_are_refused():
         Placement.on(Hardware.named("h100x8"), 9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(KINDS), st.integers(0, 10**9), st.sampled_from([2, 4, 8, 16, 64]), st.sampled_from([1, 2, 8]),
     st.floats(1, 20), st.floats(1, 20),
@@ -138,7 +138,7 @@ def test_a_faster_link_never_makes_a_collective_slower(kind, sent, ranks, stride
     assert collective_s(call, better, placement) <= collective_s(call, H100, placement) * (1 + 1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(KINDS), st.integers(1, 10**9), st.sampled_from([2, 8, 32]), st.floats(1, 10))
 def test_more_bytes_never_take_less_time(kind, sent, ranks, times):
     few, many = (

@@ -122,7 +122,7 @@ def test_groups_are_those_of_the_mesh(fields):
         assert list(groups["shards"]) == shape.groups(plan.shard_axes)[0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.sampled_from([1, 2, 3, 4]), min_size=3, max_size=3), st.sampled_from([2, 4, 6, 8]),
 )  # fmt: skip
@@ -247,7 +247,7 @@ def test_estimates_are_near_what_is_traced():
         assert told == pytest.approx(traced.expected_s, rel=0.35), describe(plan)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(["none", "full", "selective"]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]),
     st.sampled_from(["zero2", "zero3"]), st.sampled_from([1, 4]),
@@ -270,7 +270,7 @@ def test_a_selective_checkpoint_moves_what_attention_returned_too():
     assert copies[1] == pytest.approx(2 * copies[0], rel=0.05)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.floats(0, 1), st.floats(0, 1), st.sampled_from(["full", "selective"]), st.sampled_from([1, 4]))
 def test_more_offload_never_needs_less_host_memory_or_more_of_the_device(one, other, checkpoint, ulysses):
     estimator = Estimator(REFERENCE, H100)
@@ -287,7 +287,7 @@ def test_more_offload_never_needs_less_host_memory_or_more_of_the_device(one, ot
         assert devices[0] >= devices[1]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.floats(1, 30), st.floats(1, 30), st.floats(1, 30), st.integers(0, 10**6))
 def test_a_faster_machine_never_makes_a_plan_slower(within, between, host, seed):
     def faster(link, times):
@@ -304,7 +304,7 @@ def test_a_faster_machine_never_makes_a_plan_slower(within, between, host, seed)
     assert fast <= slow * (1 + 1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 10**6), st.sampled_from([-1, 1]))
 def test_bounds_hold_the_simulated_step(seed, sign):
     plan = ALL_PLANS[seed % len(ALL_PLANS)]
@@ -354,7 +354,7 @@ def test_an_explanation_tells_memory_waits_and_neighbours():
         assert near.change and near.why
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.sampled_from([1, 2, 3, 4]), min_size=4, max_size=4), st.sampled_from([1, 2, 4, 6, 8]),
 )  # fmt: skip

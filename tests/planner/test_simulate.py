@@ -134,14 +134,14 @@ def any_step(draw):
     return rows
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(any_step(), st.sampled_from(STREAMS), st.integers(0, 1))
 def test_more_bandwidth_never_makes_a_step_slower(rows, stream, launch_s):
     faster = [(row[0], row[1] / 2 if row[0] == stream else row[1], *row[2:]) for row in rows]
     assert run(*faster, launch_s=launch_s).step_s <= run(*rows, launch_s=launch_s).step_s
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(any_step(), st.integers(0, 1))
 def test_contention_never_helps_and_nothing_is_lost(rows, launch_s):
     alone = run(*rows, launch_s=launch_s)
