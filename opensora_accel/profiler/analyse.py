@@ -34,6 +34,7 @@ from opensora_accel.profiler.analysis import (
     Utilization,
 )
 from opensora_accel.profiler.intervals import exposed_seconds, length, length_of_columns, union
+from opensora_accel.profiler.masks import MAX_MASKS, mask_imbalance, masks_of, pairs_of
 from opensora_accel.profiler.match_calls import (
     MatchedCalls,
     axes_of,
@@ -114,7 +115,7 @@ def analyse_ranks(ranks: Sequence[RankSummary], name: str) -> RunAnalysis:
         for i, (rank, summary) in enumerate(zip(ranks, summaries, strict=True))
     ]
     steps = [_step(ranks, summaries, number, number not in counted, lateness) for number in shared]
-    congested = congested_calls(matched)
+    congested, masks = congested_calls(matched), masks_of(ranks, summaries, counted)
     first, step_s = ranks[0].run, [step.seconds for step in steps if not step.warm_up]
     throughput = [step.tokens_per_s for step in steps if not step.warm_up and step.tokens_per_s is not None]
     peak_rank = max(
@@ -147,6 +148,9 @@ def analyse_ranks(ranks: Sequence[RankSummary], name: str) -> RunAnalysis:
         num_congested=len(congested),
         congested=congested[:MAX_CONGESTED],
         congestion=congested_links(congested, len(counted)),
+        masks=masks[:MAX_MASKS],
+        num_masks=len(masks),
+        mask_imbalance=mask_imbalance(summaries, counted),
         peak_rank=None if peak_rank is None else analyses[peak_rank].rank,
         memory=None if peak_rank is None else _memory_timeline(ranks[peak_rank]),
         offload=_offload_timeline(ranks),
@@ -225,6 +229,7 @@ def _rank(
     communication = sum(share.communication for share in shares)
     parts = sorted(set().union(*[step.parts_ns for step in steps]), key=part_order)
     times = {part: [step.parts_ns.get(part, 0) / 1e9 for step in steps] for part in parts}
+    pairs, mean_pairs = (sum(each) for each in zip(*map(pairs_of, steps), strict=True))
     return RankAnalysis(
         rank=rank.run.rank,
         coordinates=rank.run.coordinates,
@@ -244,6 +249,9 @@ def _rank(
         if communication
         else None,
         peak=_peak(rank.peak_step),
+        pairs=pairs / len(steps) if mean_pairs else None,
+        pairs_of_mean=pairs / mean_pairs if mean_pairs else None,
+        attention_s=statistics.fmean(step.seconds_of("attention") for step in steps),
     )
 
 

@@ -75,6 +75,11 @@ class RankAnalysis:
     # Time that work takes for each second in which the network is busy; None without communication.
     compute_to_communication: float | None
     peak: MemoryPeak | None
+    # Pairs of queries and keys of masks that ranks share, a step; and of the mean of those ranks. None without masks.
+    pairs: float | None = None
+    pairs_of_mean: float | None = None
+    # Exclusive time of attention in all phases.
+    attention_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,23 @@ class CongestedLink:
     lost_s: float
     bytes_per_s: float
     median_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class MaskAnalysis:
+    """Attention by the slices of one mask, whose pairs of queries and keys ranks share."""
+
+    # As it prints itself.
+    mask: str
+    # Steps that have it, of those that count.
+    steps: int
+    # A rank's, in a step that has it.
+    calls: float
+    # Of these ranks: pairs in such a step.
+    mean_pairs: float
+    # Over the mean, of the rank that has most.
+    imbalance: float
+    busiest_rank: int
 
 
 @dataclass(frozen=True)
@@ -226,6 +248,11 @@ class RunAnalysis:
     num_congested: int
     congested: Sequence[CongestedCall]
     congestion: Sequence[CongestedLink]
+    # Those first whose busiest rank has most beyond its share, of `num_masks`.
+    masks: Sequence[MaskAnalysis]
+    num_masks: int
+    # The busiest rank's pairs over the mean of those that share a mask; the mean over steps. None without masks.
+    mask_imbalance: float | None
     peak_rank: int | None
     memory: Timeline | None
     offload: Timeline | None

@@ -23,6 +23,8 @@ MORE_COMPUTE = (
 )
 # The optimizer's peak stands out if it is above all others by this share of itself.
 PEAK_SHARE = 0.03
+# Tokens that are dealt out are within 1.05.
+MASK_IMBALANCE = 1.1
 # A rank is late as a rule in this share of the steps.
 AS_A_RULE = 0.5
 
@@ -43,7 +45,8 @@ _HIDE_GRADIENTS = (
 class Finding:
     """One thing that stands out."""
 
-    # slow data, imbalance, straggler, slow network, exposed communication, congested link, low ratio, memory peak
+    # slow data, imbalance, straggler, slow network, uneven mask, exposed communication, congested link, low ratio,
+    # memory peak
     kind: str
     text: str
     remedy: str
@@ -58,6 +61,7 @@ def findings_of(run: RunAnalysis) -> list[Finding]:
     """All that stands out, by the share of the step that it costs."""
     looks: tuple[Callable[[RunAnalysis], Iterator[Finding]], ...] = (
         _late_ranks,
+        _uneven_masks,
         _congestion,
         _exposed,
         _ratio,
@@ -80,6 +84,8 @@ def _late_ranks(run: RunAnalysis) -> Iterator[Finding]:
             continue
         if cause == "network" and _congested_axes(run):
             continue  # that says it better
+        if cause == "work" and any(_uneven_masks(run)) and late[0] is _busiest(run):
+            continue  # so does that
         worst, behind = late[0], late[0].behind_s[cause]
         steps = worst.late_steps[cause]
         often = f"rank {worst.rank} was late in {steps} of {run.num_steps} steps"
@@ -123,6 +129,34 @@ def _where_behind(run: RunAnalysis, rank: RankAnalysis) -> str:
     own = [part for part in rank.parts if part.region not in ("data", "exposed")]
     worst = max(own, key=lambda part: part.mean_s - means[part.region, part.axis, part.phase])
     return f"{worst.region} {worst.phase}".strip()
+
+
+def _uneven_masks(run: RunAnalysis) -> Iterator[Finding]:
+    """A ring whose ranks have unlike shares of the pairs that masks leave."""
+    if run.mask_imbalance is None or run.mask_imbalance <= MASK_IMBALANCE:
+        return
+    worst = _busiest(run)
+    # What the others have to wait for: its attention beyond the mean.
+    lost = worst.attention_s * (1 - 1 / run.mask_imbalance)
+    if lost < MIN_SHARE * run.mean_step_s:
+        return
+    name = f", {run.masks[0].mask}" if run.num_masks == 1 else ""
+    yield Finding(
+        "uneven mask",
+        f"the mask{'s'[: run.num_masks > 1]} leave{'s'[run.num_masks > 1 :]} rank {worst.rank} "
+        f"{run.mask_imbalance:.2f} times the mean of its ring's pairs of queries and keys{name}: the others wait for "
+        f"about {lost:.3g} s of its {worst.attention_s:.3g} s of attention",
+        "deal the tokens out, so that all have as many pairs: leave balanced=False out of run_packed, or in a loop of "
+        "your own take the tokens of attention.slices.deal(mask, ranks); under ulysses every mask is even",
+        lost / run.mean_step_s,
+        lost,
+        (worst.rank,),
+        "ring",
+    )
+
+
+def _busiest(run: RunAnalysis) -> RankAnalysis:
+    return max(run.ranks, key=lambda rank: rank.pairs_of_mean or 0.0)
 
 
 def _congestion(run: RunAnalysis) -> Iterator[Finding]:

@@ -24,7 +24,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from opensora_accel.profiler.records import MemorySample, RunRecord, Span, StepRecord, read_rank
+from opensora_accel.profiler.records import (
+    MaskedAttention,
+    MemorySample,
+    RunRecord,
+    Span,
+    StepRecord,
+    read_rank,
+)
 
 COPIES = ("copy out", "copy in")
 # Regions in which the device computes.
@@ -81,6 +88,7 @@ class StepSummary:
     peak_bytes: int
     calls: dict[str, Calls]
     sent_to: dict[int, int]
+    attention: Sequence[MaskedAttention]
 
     @property
     def seconds(self) -> float:
@@ -170,6 +178,7 @@ def summarise_step(record: StepRecord, beside_compute: Sequence[str] = ()) -> St
         peak_bytes=max((sample.device_bytes for sample in record.memory), default=0),
         calls=dict(groups),
         sent_to=dict(sent_to),
+        attention=record.attention,
     )
 
 

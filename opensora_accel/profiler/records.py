@@ -16,6 +16,7 @@ What the numbers of a step mean:
     call    a collective, or one end of a message: from when it was started to when it was done, of which `exposed_s`
             is what compute waited for it.
     memory  live bytes by kind, whenever the sum has changed enough to be seen in a picture, and at its peak.
+    attention   what this rank computed of masks that ranks share.
 """
 
 from __future__ import annotations
@@ -83,6 +84,18 @@ class CommunicationCall(NamedTuple):
     received_from: Mapping[Ranks, Count] = _NOBODY
 
 
+class MaskedAttention(NamedTuple):
+    """Attention by the slices of one mask in a step's forward, on this rank."""
+
+    # As the mask prints itself.
+    mask: Name
+    calls: Count
+    # Pairs of queries and keys that this rank computed in them, of all samples, a head.
+    pairs: Count
+    # The mean of the ranks that shared the mask.
+    mean_pairs: Amount
+
+
 class MemorySample(NamedTuple):
     """Live bytes by kind (`KINDS`) at one time. Those on the host are not part of the device's."""
 
@@ -111,6 +124,7 @@ class StepRecord:
     spans: Sequence[Span] = ()
     calls: Sequence[CommunicationCall] = ()
     memory: Sequence[MemorySample] = ()
+    attention: Sequence[MaskedAttention] = ()
     type: Literal["step"] = "step"
 
     @property

@@ -60,6 +60,7 @@ from opensora_accel.profiler.intervals import length
 from opensora_accel.profiler.memory import MemoryTimeline
 from opensora_accel.profiler.records import (
     CommunicationCall,
+    MaskedAttention,
     MemorySample,
     RecordWriter,
     RunRecord,
@@ -106,6 +107,7 @@ class _Step:
     metrics: dict[str, Any]
     spans: list[_Open]
     transfers: list[Any]
+    attention: Sequence[MaskedAttention]
     memory: Sequence[MemorySample] = ()
 
 
@@ -163,6 +165,8 @@ class profile:
         self._stack: list[_Open] = []
         self._lock = threading.RLock()  # a save announces itself from a thread of its own
         self._waiting: deque[_Step] = deque()
+        # Of the step that runs, by the mask.
+        self._attention: dict[str, MaskedAttention] = {}
         # Seconds of work and of a busy network in the steps after the first, until the ratio was reported.
         self._work_s = self._network_s = 0.0
 
@@ -218,8 +222,10 @@ class profile:
         now = self._clock.mark()
         with self._lock:
             self._close_all(now)
-            step = _Step(self._number, self._step_begin, now, metrics, self._spans, self._transfers.take())
-            self._spans = []
+            attention = list(self._attention.values())
+            transfers = self._transfers.take()
+            step = _Step(self._number, self._step_begin, now, metrics, self._spans, transfers, attention)
+            self._spans, self._attention = [], {}
         was_looking = self._trace is not None or self._memory is not None
         self._end_looking(step)
         if self._counter is not None:
@@ -275,6 +281,18 @@ class profile:
                     # A checkpoint stops as soon as it has what backward needs, by an exception: no hook runs then.
                     self._close_all(mark, depth)
                 self._close(span, mark)
+
+    def attends(self, shares: regions.Shares, place: int, num_samples: int) -> None:
+        """`opensora_accel.regions.attends`, while this profiler listens."""
+        # Of cross-attention every rank has all keys, and as many pairs as tokens.
+        if _phase() == RECOMPUTE or shares.mask.num_queries != shares.mask.num_keys:
+            return
+        mask, areas = str(shares.mask), shares.areas
+        with self._lock:
+            _, calls, pairs, mean = self._attention.get(mask, MaskedAttention(mask, 0, 0, 0.0))
+            pairs += num_samples * areas[place]
+            mean += num_samples * sum(areas) / len(areas)
+            self._attention[mask] = MaskedAttention(mask, calls + 1, pairs, mean)
 
     # ---- spans of modules
 
@@ -374,6 +392,7 @@ class profile:
                 spans,
                 calls,
                 [each._replace(time_s=within(each.time_s)) for each in step.memory],
+                step.attention,
             )
         )
 

@@ -14,6 +14,7 @@ from opensora_accel.observe.kinds import BACKWARD, FORWARD, RECOMPUTE
 from opensora_accel.plan import Plan
 from opensora_accel.profiler.records import (
     CommunicationCall,
+    MaskedAttention,
     MemorySample,
     RecordWriter,
     RunRecord,
@@ -21,7 +22,15 @@ from opensora_accel.profiler.records import (
     StepRecord,
 )
 
-CASES = ("healthy", "slow data", "exposed ring", "optimizer peak", "imbalance", "congested link")
+CASES = (
+    "healthy",
+    "slow data",
+    "exposed ring",
+    "optimizer peak",
+    "imbalance",
+    "uneven mask",
+    "congested link",
+)
 # The rank that a case is about, and its ring neighbour.
 BAD_RANK, BAD_PEER = 2, 3
 
@@ -29,6 +38,8 @@ _GIB = 1 << 30
 _KEYS_AND_VALUES = 64 << 20
 _GRADIENTS = 256 << 20
 _LINK = 20e9
+# Pairs of queries and keys that the mean rank of a ring has in a block, and the bad one's of them.
+_PAIRS, _UNEVEN = 50_000_000, 1.75
 
 
 @dataclass
@@ -90,10 +101,20 @@ def write_run(
         _Step(case, ranks, ring, num_blocks, random_, slow=4.0 if step == 0 else 1.0).run()
         for rank, start, writer in zip(ranks, starts, writers, strict=True):
             metrics = {"loss": 1.5 / (1 + 0.1 * step) + random_.gauss(0, 0.01), "tokens": 18900.0}
-            writer.step(StepRecord(step, start, rank.now, metrics, rank.spans, rank.calls, rank.memory))
+            attention = _attention(rank, num_blocks) if case == "uneven mask" else []
+            writer.step(
+                StepRecord(step, start, rank.now, metrics, rank.spans, rank.calls, rank.memory, attention)
+            )
     for writer in writers:
         writer.close()
     return folder
+
+
+def _attention(rank: Rank, num_blocks: int) -> list[MaskedAttention]:
+    """A mask of which one rank has too much, and its ring's others too little."""
+    share = _UNEVEN if rank.number == BAD_RANK else (4 - _UNEVEN) / 3 if rank.number < 4 else 1.0
+    pairs = round(share * _PAIRS * num_blocks)
+    return [MaskedAttention("a causal mask", num_blocks, pairs, float(_PAIRS * num_blocks))]
 
 
 def _run(number: int, num_ranks: int, ring: int, num_blocks: int, flops: bool) -> RunRecord:
@@ -194,7 +215,10 @@ class _Step:
                 seconds *= 6
             arrived.append(max(starts[rank.number], starts[target]) + self._about(seconds))
         for rank in self.ranks:
-            computed = starts[rank.number] + self._about(0.008) * times * self._share(rank)
+            attended = (
+                _UNEVEN if self.case == "uneven mask" and rank.number == BAD_RANK else self._share(rank)
+            )
+            computed = starts[rank.number] + self._about(0.008) * times * attended
             source = self._neighbour(rank.number, -1)
             done = max(computed, arrived[source], arrived[rank.number])
             for kind, end, sent in (("send", arrived[rank.number], True), ("recv", arrived[source], False)):

@@ -27,6 +27,7 @@ KIND_OF_CASE = {
     "exposed ring": "exposed communication",
     "optimizer peak": "memory peak",
     "imbalance": "imbalance",
+    "uneven mask": "uneven mask",
     "congested link": "congested link",
 }
 
@@ -149,7 +150,7 @@ def test_each_made_fault_is_named_and_nothing_else(tmp_path, case):
     elif case == "congested link":
         assert found[0].ranks == (BAD_RANK, BAD_PEER) and found[0].axis == "ring"
         assert {(call.rank, call.peer) for call in run.congested} == {(BAD_RANK, BAD_PEER)}
-    elif case in ("slow data", "imbalance"):
+    elif case in ("slow data", "imbalance", "uneven mask"):
         assert found[0].ranks == (BAD_RANK,)
         assert {step.slowest_rank for step in run.steps if not step.warm_up} == {BAD_RANK}
     elif case == "optimizer peak":
