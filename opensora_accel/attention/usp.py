@@ -114,7 +114,7 @@ def usp_attention(
         splits, kv_splits: every rank's number of queries and of keys, where the caller knows them; otherwise
             they are exchanged.
         slices: which queries see which keys of the whole sequence; with a key mask beside it, both count. Where tokens
-            are dealt out (`deal`), what says so, of these P ranks.
+            are dealt out, what says so: `deal(mask, P, ulysses=…)`.
 
     Returns:
         [B, S_q/P, H, D].

@@ -111,6 +111,17 @@ class Weights(NamedTuple):
         return cls(computed, kept, trained)
 
 
+class InRing(NamedTuple):
+    """What a rank of a ring has of attention; by default, where all tokens see each other."""
+
+    # The largest share over the mean.
+    uneven: float = 1.0
+    # What it sends at each step, of all of its keys.
+    moved: float = 1.0
+    # Queries of a call of the kernel, of those on a rank that has all tokens. A mask's tiles are fewer, not as small.
+    rows: float = 1.0
+
+
 @dataclass(frozen=True)
 class Reference:
     """Steps of one rank that has all of the model and the tokens: plain, with checkpoints, with its MLPs in pieces."""
@@ -142,6 +153,8 @@ class Reference:
         blocks = tuple(Weights.of(block.parameters(), in_bf16) for block in modules)
         within = {id(parameter) for block in modules for parameter in block.parameters()}
         outside = Weights.of((each for each in model.parameters() if id(each) not in within), in_bf16)
+        if not workload.num_tokens:
+            workload = replace(workload, num_tokens=_tokens_of(whole))  # a user's own step does not say it
         return cls(
             workload, whole, light, in_pieces, blocks, outside, knows and bool(find_policy(model).tensors)
         )
@@ -177,16 +190,16 @@ class Reference:
         queries = max(queries, self.workload.num_tokens)
         return batch * heads * queries * head_dim * element_bytes(largest.dtype)
 
-    def in_ring(self, ring: int) -> tuple[float, float]:
-        """How uneven attention is in a ring (the largest share over the mean), and what a rank sends at each step, of
-        all of its keys. 1 and 1, unless attention is by slices: then as tokens are dealt out, by what the first rank
-        sends and gets."""
+    def in_ring(self, ring: int) -> InRing:
+        """How attention is shared in a ring: by slices as tokens are dealt out, and as the first rank has it."""
         if self.whole.attention is None or ring == 1:
-            return 1.0, 1.0
-        deal = slices.deal(self.whole.attention.deal.mask, ring)
+            return InRing(rows=1 / ring)
+        mask = self.whole.attention.deal.mask
+        deal = slices.deal(mask, ring)
         _own, *others = deal.steps(0)
         moved = sum(max(step.num_sent, step.num_received) for step in others) / len(others)
-        return deal.imbalance, moved / max(deal.splits)
+        rows = _mean_rows(deal) / _mean_rows(slices.deal(mask, 1))
+        return InRing(deal.imbalance, moved / max(deal.splits), rows)
 
     def memory(self, optimizer_ratio: float, tp: int, samples: int = 1) -> StepMemory:
         """As the profiler's forecasts take it, of so many times the samples."""
@@ -233,6 +246,20 @@ class Reference:
         typical = max(0, round(sum(known) / len(known))) if known else 0
         return [max(0, first[i + 1] - first[i]) if i in first and i + 1 in first else typical
                 for i in range(self.num_blocks)]  # fmt: skip
+
+
+def _mean_rows(deal: slices.Deal) -> float:
+    """Queries of a call of the kernel, on the first rank."""
+    rows = [tile.rows.stop - tile.rows.start for step in deal.steps(0) for tile in step.tiles]
+    return sum(rows) / max(1, len(rows))
+
+
+def _tokens_of(trace: Trace) -> int:
+    """How many tokens see each other in the largest attention of one rank that has all; 0 without attention."""
+    if trace.attention is not None:
+        return trace.attention.deal.mask.num_queries
+    attentions = [each for each in trace.operations if each.kind == "attention"]
+    return max(attentions, key=lambda each: each.flops).shape[2] if attentions else 0
 
 
 def element_bytes(dtype: str) -> int:
@@ -358,9 +385,11 @@ class Estimator:
         parts: float
         if operation.kind == "attention":
             batch, heads, queries, keys, head_dim = operation.shape
-            own = (batch * samples, -(-heads // (ulysses * tp)), -(-queries // ring), keys, head_dim)
-            uneven, _moved = self._in_ring(ring)
-            parts = sequence * tp / uneven
+            # Of 12 heads on 8 ranks the others wait for those that have two.
+            own_heads = -(-heads // (ulysses * tp))
+            shared = self._in_ring(ring)
+            own = (batch * samples, own_heads, ceil(queries * shared.rows), keys, head_dim)
+            parts = ring * heads / own_heads / shared.uneven
         else:
             rows, parts = self.reference.workload.num_tokens * self.reference.workload.batch, tp
             batch, m, n, k = operation.shape
@@ -413,8 +442,7 @@ class Estimator:
         if plan.ring > 1:
             ring = plan.ring
             # Keys and values of a ring rank's tokens and heads.
-            _uneven, share = self._in_ring(ring)
-            moved = share * 2 * reference.hidden_bytes * samples / plan.ring / plan.ulysses / plan.tp
+            moved = self._in_ring(ring).moved * 2 * reference.hidden_bytes * samples / plan.sequence / plan.tp
             send = self._collective("send", groups["ring"], moved, placement)
             forward_part, backward_part = (seconds / blocks / ring for seconds in (forward_s, backward_s))
             # Backward sends keys and values on, and their gradients after them in fp32.

@@ -106,11 +106,13 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
             if each.plan not in traced and _may_fit(request, each, correction.of_memory(each.plan))
         ]
         best_s = min((each.seconds_per_sample for each in traced.values() if each.fits), default=math.inf)
-        each = min(left, key=lambda each: each.seconds_per_sample * correction.of(each.plan), default=None)
+        each = min(
+            left, key=lambda each: each.seconds_per_sample * correction.at_least(each.plan), default=None
+        )
         if each is None:
             break
         is_late = time.perf_counter() - start > budget_s
-        is_slower = each.seconds_per_sample * correction.of(each.plan) > _NO_LONGER_WORTH * best_s
+        is_slower = each.seconds_per_sample * correction.at_least(each.plan) > _NO_LONGER_WORTH * best_s
         if best_s < math.inf and len(traced) >= FEWEST and (is_late or is_slower):
             break
         show(f"tracing {describe(each.plan)}", 0.4 + 0.6 * len(traced) / FINALISTS)
@@ -141,10 +143,16 @@ class _Correction:
                 for key in self._memory_keys(plan):
                     ratios[key].append(exact_one.memory_bytes[1] / middle)
         self._median = {key: statistics.median(values) for key, values in ratios.items()}
+        self._least = min(ratios["time"], default=1.0)
 
     def of(self, plan: Plan) -> float:
         """For its seconds."""
         return next((self._median[key] for key in self._time_keys(plan) if key in self._median), 1.0)
+
+    def at_least(self, plan: Plan) -> float:
+        """The same, of a ring that no traced plan has the least of all: it may be what was estimated best."""
+        *like_it, _all = self._time_keys(plan)
+        return self.of(plan) if any(key in self._median for key in like_it) else self._least
 
     def of_memory(self, plan: Plan) -> float:
         return next((self._median[key] for key in self._memory_keys(plan) if key in self._median), 1.0)

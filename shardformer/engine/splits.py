@@ -53,7 +53,7 @@ def spread_tokens(model: nn.Module, plan: Plan, policy: Policy, tokens: Tokens, 
                     "enable_parallelism); make the model anew and leave that out"
                 )
     spread = Spread(model, tokens, undo)
-    tokens.may_be_dealt = plan.ring > 1 and not policy.whole_sequences
+    tokens.ring_size = 1 if policy.whole_sequences else plan.ring
     tell_samples_apart(spread, policy)
     # Refusals go on first, so that they raise before anything is split.
     for argument, reason in policy.refuses:

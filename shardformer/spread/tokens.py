@@ -136,8 +136,8 @@ class Tokens:
         # Whether forwards may be told of their tokens, and what the next one is.
         self.are_packed = are_packed
         self.packed: Packed | None = None
-        # Whether a ring deals the tokens out then.
-        self.may_be_dealt = False
+        # Of the ring that deals the tokens out then; 1 leaves them in order.
+        self.ring_size = 1
         self.in_forward = False
         # Whether the model's own code knows that it has a share: `local_tokens`.
         self.were_asked_for = False
@@ -294,8 +294,8 @@ class Tokens:
         from shardformer.spread.streams import deal_in_order
 
         # Shares of whole frames stay as they are.
-        if packed.balanced and self.may_be_dealt and self.state.unit == 1:
-            return slices.deal(packed.own, self.group.size())
+        if packed.balanced and self.ring_size > 1 and self.state.unit == 1:
+            return slices.deal(packed.own, self.group.size(), ulysses=self.group.size() // self.ring_size)
         return deal_in_order(packed.own, splits)
 
     def split(self, tensor: Tensor, dim: int, splits: tuple[int, ...], is_shared: bool) -> Tensor:

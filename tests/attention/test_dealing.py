@@ -61,6 +61,33 @@ def test_a_clip_that_no_chunks_can_share_out_keeps_the_bound():
     assert max(found.areas) <= mask.area / 2 + 8
 
 
+@pytest.mark.parametrize(("num_ranks", "ulysses"), [(4, 2), (6, 3), (8, 4), (8, 8), (64, 8)])
+@pytest.mark.parametrize("name", LARGE)
+def test_ranks_that_exchange_heads_are_dealt_tokens_as_one(name, num_ranks, ulysses):
+    """So as many calls of a kernel are made as in a ring of them: of 12 clips on 2 × 4 ranks 9 and not 76."""
+    shares, ring = deal(LARGE[name], num_ranks, ulysses=ulysses), deal(LARGE[name], num_ranks // ulysses)
+    assert shares.merged(ulysses).steps(0) == ring.steps(0)
+    assert shares.order().tolist() == ring.order().tolist()
+    for first in range(0, num_ranks, ulysses):
+        splits = shares.splits[first : first + ulysses]
+        assert sum(splits) == ring.splits[first // ulysses] and max(splits) - min(splits) <= 1
+    # As ranks that were told of it by other ones would merge it.
+    again = Deal(shares.mask, shares.runs).merged(ulysses)
+    assert again.areas == ring.areas and again.order().tolist() == ring.order().tolist()
+
+
+def test_tokens_that_are_cut_between_neighbours():
+    dealt = Deal(AttentionSlices.causal(13), ((range(5), range(8, 11)), (range(5, 8), range(11, 13))))
+    assert dealt.shared(2).runs == (
+        (range(4),),
+        (range(4, 5), range(8, 11)),
+        (range(5, 8),),
+        (range(11, 13),),
+    )
+    with pytest.raises(ValueError, match="3 ranks that exchange heads do not divide 8 ranks"):
+        deal(AttentionSlices.causal(13), 8, ulysses=3)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", MASKS)
 def test_every_token_is_held_once_and_its_pairs_are_counted(name, num_ranks):

@@ -63,7 +63,12 @@ def error_of(mesh, attention, mask, heads, key_masked, held):
     weight = weights_like(expected)
     (expected * weight).sum().backward()
 
-    slices = deal(mask, num_ranks) if held == "dealt" else mask
+    # Also as to ranks that exchange no heads, where some do.
+    slices = (
+        deal(mask, num_ranks, ulysses=mesh["ulysses"].size() if key_masked else 1)
+        if held == "dealt"
+        else mask
+    )
     sizes = {
         "dealt": lambda: slices.splits,
         "moved": lambda: tuple(moved_shares(mask.num_queries, num_ranks)),

@@ -11,17 +11,17 @@ from opensora_accel import Plan, init_parallel
 from opensora_accel.attention.slices import AttentionSlices, Deal, Slice, deal
 from opensora_accel.planner.candidates import Passes, Request
 from opensora_accel.planner.cost import Placement, collective_s
-from opensora_accel.planner.estimate import Reference
+from opensora_accel.planner.estimate import Estimator, Reference
 from opensora_accel.planner.explain import attention_of
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.run import trace_step
-from opensora_accel.planner.search import busiest_rank, exact
-from opensora_accel.planner.workload import Workload
+from opensora_accel.planner.search import busiest_rank, exact, search
+from opensora_accel.planner.workload import Workload, of_step
 from opensora_accel.training.planned import job_of
-from shardformer import packing, shard
+from shardformer import packing, parallelize, shard
 from tests.authors_models.causal_wan import CausalWanModel, causal_wan_inputs
 from tests.planner.steps import inputs_of, really, wan
-from tests.tiers import some
+from tests.tiers import PROVE, some
 from tests.training.test_rows import FAMILIES, rows_config
 
 # Of clips of 135, 75, 15 and 75 tokens, the fullest row of 240 with the most pairs.
@@ -158,13 +158,30 @@ def test_the_rank_that_others_wait_for_is_traced():
 def test_estimates_know_how_even_a_ring_is_and_what_it_sends(name):
     dealt = deal(MASKS[name], 3)
     reference = Reference.of(student(MASKS[name]), "fp32")
-    uneven, share = reference.in_ring(3)
+    uneven, share, _rows = reference.in_ring(3)
     assert uneven == dealt.imbalance
     _own, *others = dealt.steps(0)
     assert share == sum(max(each.num_sent, each.num_received) for each in others) / 2 / max(dealt.splits) <= 1
     # Of all tokens, not of a tile: keys of 2 samples, 4 heads and 12 channels in fp32.
     assert reference.hidden_bytes == 2 * 75 * 4 * 12 * 4
-    assert Reference.of(student(AttentionSlices.full(75)), "fp32").in_ring(3) == (1.0, 1.0)
+    assert Reference.of(student(AttentionSlices.full(75)), "fp32").in_ring(3) == (1.0, 1.0, 1 / 3)
+
+
+@pytest.mark.parametrize("mask", some([MASKS["block-causal"], AttentionSlices.full(75)]), ids=str)
+def test_estimates_of_a_step_that_does_not_say_its_sizes(mask):
+    """Of four heads on three ranks one has two, as on two ranks; tokens are counted, of a mask's tiles too."""
+    known, unknown = student(mask), replace(student(mask), num_tokens=0, num_heads=0)
+    reference = Reference.of(unknown, "fp32")
+    assert reference.workload.num_tokens == 75
+    assert reference.hidden_bytes == Reference.of(known, "fp32").hidden_bytes
+    estimator = Estimator(reference, Hardware.named("h100x8-ib400"))
+    plans = [Plan(ulysses=ranks) for ranks in (1, 2, 3, 4)]
+    one, two, three, four = (estimator.seconds_by_kind(plan)["attention"] for plan in plans)
+    assert two == three and one > two > four
+    for plan in plans:
+        # But for cross-attention, which goes by tokens.
+        share = attention_flops(trace_step(unknown, plan)) / attention_flops(reference.whole)
+        assert share == pytest.approx(-(-4 // plan.ulysses) / 4, rel=0.05)
 
 
 def test_a_ring_by_a_mask_is_told():
@@ -216,3 +233,33 @@ def test_a_message_that_is_only_received_takes_its_time():
     # What it gets back is under way beside what it sends.
     assert counts[1] == {"send": 4}
     assert seconds[0] == pytest.approx(6 / 4 * seconds[1]) and seconds[0] > 0
+
+
+def true_student(heads, mask):
+    """Two wide layers, 21 latent frames of 30 × 32 tokens; as a user's own step, which does not say so."""
+
+    def step(model, run):
+        init_parallel(run.plan, "cpu")
+        model, forward = parallelize(model, run.plan, torch.device("cpu"), packed=True)
+        dtype = model.patch_embedding.weight.dtype
+        clip, text = torch.randn(1, 4, 21, 60, 64, dtype=dtype), torch.randn(1, 512, 16, dtype=dtype)
+        with packing.run_packed(model, hidden_states=mask):
+            out = forward(clip, timestep=torch.rand(1), encoder_hidden_states=text, return_dict=False)[0]
+        out.float().square().mean().backward()
+
+    return of_step("a student", partial(wan, layers=2, heads=heads, head_dim=128), step)
+
+
+@PROVE
+@pytest.mark.parametrize("heads", [12, 16])
+def test_ulysses_and_rings_are_ranked_for_a_causal_student(heads):
+    """Of 12 heads on 8 ranks one has two; in a ring of two it has three, of half of the tokens. 16 are even."""
+    mask = AttentionSlices.block_causal(21, 30 * 32, block_frames=3)
+    hardware, fixed = Hardware.named("h100x8-ib400"), {"sharding": "zero2", "checkpoint": "none"}
+    request = Request(((true_student(heads, mask), 1.0),), hardware, 8, global_batch=1, fixed=fixed)
+    plans = [Plan(ring=8 // u, ulysses=u, sharding="zero2", precision="bf16") for u in (1, 2, 4, 8)]
+    attention_s = [exact(request, plan, Passes()).seconds_by_kind["attention"] for plan in plans]
+    fastest = plans[attention_s.index(min(attention_s))]
+    assert fastest.ulysses == {12: 4, 16: 8}[heads]
+    outcome = search(request, budget_s=float("inf"))
+    assert (outcome.best.plan.ring, outcome.best.plan.ulysses) == (fastest.ring, fastest.ulysses)

@@ -78,10 +78,7 @@ def test_what_is_recorded_are_the_pairs_of_the_deal(ranks, tmp_path, plan, balan
             for mask, number in numbers.items():
                 each = found[str(mask)]
                 assert each.calls == number * layers
-                if (
-                    plan.ring == 1 or plan.ulysses == 1
-                ):  # else shares of a rank's heads' tokens, of four ranks
-                    assert each.pairs == number * layers * samples * shares(mask).areas[place]
+                assert each.pairs == number * layers * samples * shares(mask).areas[place]
                 assert each.mean_pairs == pytest.approx(number * layers * samples * mask.area / plan.ring)
                 sums[mask] += each.pairs / number
     num_rings = plan.world_size // plan.ring

@@ -175,6 +175,19 @@ class Deal:
             self._made[num_ranks] = Deal(self.mask, _merge(self.runs, num_ranks), kv_runs)
         return self._made[num_ranks]
 
+    def shared(self, num_ranks: int) -> Deal:
+        """With each rank's tokens cut in order between so many neighbours, which `merged` makes one again."""
+        runs, kv_runs = (
+            None
+            if each is None
+            else tuple(share for of_rank in each for share in _shares(of_rank, num_ranks))
+            for each in (self.runs, self.kv_runs)
+        )
+        assert runs is not None
+        shared = Deal(self.mask, runs, kv_runs)
+        shared._made[num_ranks] = self
+        return shared
+
     def with_text(self, splits: Sequence[int], kv_splits: Sequence[int], *, is_first: bool) -> Deal:
         """With each rank's share of text, before its tokens or behind them, as the mask has the whole text.
 
@@ -263,6 +276,19 @@ def _sizes(runs: Runs) -> tuple[int, ...]:
     return tuple(sum(map(len, of_rank)) for of_rank in runs)
 
 
+def _shares(runs: Sequence[range], num_ranks: int) -> list[tuple[range, ...]]:
+    """Runs cut in order into shares of as many tokens: 0…4 and 8…11 in two are 0…4, and 8…11 without the 5th token."""
+    shares, placed = [], _placed(runs)
+    for share in in_a_row(share_sizes(sum(map(len, runs)), num_ranks)):
+        parts = []
+        for run, place in placed:
+            first, last = max(share.start, place), min(share.stop, place + len(run))
+            if first < last:
+                parts.append(range(run.start + first - place, run.start + last - place))
+        shares.append(tuple(parts))
+    return shares
+
+
 def _merge(runs: Runs, num_ranks: int) -> Runs:
     return tuple(
         tuple(itertools.chain.from_iterable(runs[first : first + num_ranks]))
@@ -281,18 +307,31 @@ def _placed(runs: Sequence[range]) -> list[tuple[range, int]]:
 
 
 @lru_cache(maxsize=256)
-def deal(mask: AttentionSlices, num_ranks: int, *, within: float = 0.05, tokens: range | None = None) -> Deal:
+def deal(
+    mask: AttentionSlices,
+    num_ranks: int,
+    *,
+    ulysses: int = 1,
+    within: float = 0.05,
+    tokens: range | None = None,
+) -> Deal:
     """Deals out the tokens of a mask.
 
     Args:
         mask: of a sequence that attends to itself.
+        ulysses: how many neighbouring ranks exchange heads (`usp_attention`). Each of them attends over the tokens of
+            all, so these are dealt to them as to one rank, and cut in order between them.
         tokens: those that are dealt out, by default all. The others are text that all ranks hold (`joint_attention`).
         within: how much more than the mean a rank may have to compute. Where no number of chunks reaches it, the one
             that comes nearest is taken, and no rank has more than the mean and the largest chunk.
 
     Raises:
-        ValueError: queries and keys are not the same tokens.
+        ValueError: queries and keys are not the same tokens, or `ulysses` does not divide the ranks.
     """
+    if num_ranks % ulysses:
+        raise ValueError(f"{ulysses} ranks that exchange heads do not divide {num_ranks} ranks")
+    if ulysses > 1:
+        return deal(mask, num_ranks // ulysses, within=within, tokens=tokens).shared(ulysses)
     if mask.num_queries != mask.num_keys:
         raise ValueError(
             f"tokens are dealt out with their keys, of which there must be as many; got {mask.num_queries} queries and "
