@@ -6,7 +6,8 @@ Causal video models call `flex_attention(query, key, value, block_mask=…)` on 
 
     query [B, H, 256, D]   →   the rank's own 150   →   attention over all ranks' tokens   →   150, and zeros again
 
-Such code cuts off what it has padded, which leaves nothing where it had nothing to pad (`x[:, :, :-0]`).
+CausVid's and Self-Forcing's code cuts off what it has padded by `out[:, :, :-padded_length]`, which leaves nothing of a
+share of 128 tokens, where it had nothing to pad (`out[:, :, :-0]`). There it gets all of them (`_NothingPadded`).
 """
 
 from __future__ import annotations
@@ -51,19 +52,30 @@ def redirect_flex_attention(
                     f"flex_attention got {name}, which sequence-parallel attention does not have; leave it out, or "
                     "keep this model on one device a sequence"
                 )
-        shares = splits()
-        if any(share and share % 128 == 0 for share in shares):
-            raise ValueError(
-                f"ranks have {shares} tokens, and a share of a multiple of 128 needs no padding, of which this model's "
-                "code then keeps nothing; choose another number of sequence ranks, or of frames"
-            )
+        num_own = splits()[rank]
         query, key, value = (
-            given[name][:, :, : shares[rank]].transpose(1, 2) for name in ("query", "key", "value")
+            given[name][:, :, :num_own].transpose(1, 2) for name in ("query", "key", "value")
         )
         out = attend(
             query, key, value, 0.0, mask=given.get("block_mask"), causal=False, scale=given.get("scale")
         )
-        padding = given["query"].size(2) - shares[rank]
-        return torch.nn.functional.pad(out.transpose(1, 2), (0, 0, 0, padding))
+        out = out.transpose(1, 2)
+        padding = given["query"].size(2) - num_own
+        if not padding:
+            return out.as_subclass(_NothingPadded)
+        return torch.nn.functional.pad(out, (0, 0, 0, padding))
 
     return kernel
+
+
+class _NothingPadded(Tensor):
+    """[B, H, S, D] of a rank that had nothing to pad: `x[:, :, :-0]` is all of it.
+
+    A model's code says that to cut its padding off, and means all of it. What is made of this is a plain tensor.
+    """
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    def __getitem__(self, index: Any) -> Tensor:
+        plain = self.as_subclass(Tensor)
+        return plain if index == (slice(None), slice(None), slice(None, 0)) else plain[index]

@@ -13,8 +13,9 @@ from shardformer import packing
 from shardformer.policy import PackedAttention
 from shardformer.policy.wan import CAUSAL_WAN
 from tests.authors_models.causal_wan import CausalWanModel, causal_wan_inputs
-from tests.shardformer.conformance import in_double
+from tests.shardformer.conformance import compare, fp64_model, in_double, of_first_rank, step
 from tests.tolerances import RELATIVE, relative_error
+from tests.video_models import CASES
 
 
 def causal_wan():
@@ -35,6 +36,23 @@ def of_clips_of_two_lengths():
 
 def test_a_mask_that_is_kept_is_read_for_each_clips_length(ranks):
     assert max(ranks(2, of_clips_of_two_lengths)) < RELATIVE[torch.float64]
+
+
+def of_a_share_of_a_whole_block(plan):
+    """A clip of 17 frames of 15 tokens, of which one rank has 128 and the other 127."""
+    init_parallel(plan)
+    case, clip = CASES["Causal Wan, its authors'"], in_double(causal_wan_inputs(17))
+    with LiftOperations():
+        expected = of_first_rank(lambda: step(fp64_model(case), case, clip))
+        found = step(shardformer.shard(fp64_model(case), plan), case, clip)
+    return compare(found, expected)
+
+
+@pytest.mark.parametrize("plan", [Plan(ulysses=2), Plan(ring=2, checkpoint="full")], ids=str)
+def test_a_rank_that_has_nothing_to_pad_keeps_its_tokens(ranks, plan):
+    for found in ranks(2, of_a_share_of_a_whole_block, plan):
+        worst = max(found, key=lambda key: found[key])
+        assert found[worst] < RELATIVE[torch.float64], worst
 
 
 def test_a_mask_of_the_models_own_is_refused_beside_ones_own(parallel_registry):

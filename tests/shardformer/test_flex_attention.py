@@ -61,13 +61,17 @@ def test_what_slices_do_not_say_is_refused(option):
         kernel(query, query, query, **option)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize("splits", [(128, 127, 127), (130, 129, 256)])
-def test_shares_that_need_no_padding_are_refused_on_all_ranks(rank, splits):
-    """`x[:, :, :-0]` of the model's own code would leave nothing of them."""
-    query = padded(torch.Generator())
-    kernel = redirected(lambda *_args, **_options: pytest.fail("it was attended by"), rank, splits)
-    with pytest.raises(
-        ValueError, match=r"multiple of 128 needs no padding.*another number of sequence ranks"
-    ):
-        kernel(query, query, query)
+def test_a_share_that_needs_no_padding_is_kept_whole():
+    """The code of a model cuts off what it padded, `[:, :, :-padded_length]`, which of nothing is all."""
+    rng = torch.Generator().manual_seed(0)
+    query = padded(rng).requires_grad_()
+    kernel = redirected(lambda query, *_args, **_options: 2 * query, splits=(150, 256))
+    out = kernel(query, query, query)
+    padded_length = 0
+    kept = out[:, :, :-padded_length]
+    assert type(kept) is torch.Tensor and torch.equal(kept, 2 * query)
+    # Whatever else is asked of it is as of any tensor.
+    assert type(out[:, 1]) is type(out.transpose(1, 2)) is type(out + 1) is torch.Tensor
+    assert torch.equal(out[:, 1], kept[:, 1]) and torch.equal(out[..., :3], kept[..., :3])
+    kept.sum().backward()
+    assert (query.grad == 2).all()
