@@ -356,3 +356,20 @@ def test_a_picture_shows_where_queries_see_keys(capsys, tmp_path):
 
     pixels = torch.frombuffer(bytearray(Image.open(path).tobytes()), dtype=torch.uint8).view(16, 16)
     assert torch.equal(pixels == 0, AttentionSlices.packed([8, 8]).dense())
+
+
+def test_samples_with_masks_of_their_own_stand_one_behind_the_other():
+    causal, window = AttentionSlices.causal(4), AttentionSlices.block_causal(3, 2, window_frames=1)
+    row = AttentionSlices.packed([causal, 2, window, 0])
+    parts = [causal.dense(), torch.ones(2, 2), window.dense()]
+    assert torch.equal(row.dense(), torch.block_diag(*parts).bool())
+    captions = AttentionSlices(2, 3, (Slice.of(range(1, 2), range(3)),))
+    assert AttentionSlices.packed([captions, 1], [3, 2]).dense().tolist() == [
+        [False, False, False, False, False],
+        [True, True, True, False, False],
+        [False, False, False, True, True],
+    ]
+    with pytest.raises(
+        ValueError, match=r"a sample has 4 keys, and its mask is AttentionSlices\(2 queries × 3"
+    ):
+        AttentionSlices.packed([captions, 1], [4, 2])

@@ -93,28 +93,38 @@ class AttentionSlices:
         return cls(num_tokens, num_tokens, (Slice.of(tokens, tokens, "causal"),) if num_tokens else ())
 
     @classmethod
-    def packed(cls, lengths: Sequence[int], kv_lengths: Sequence[int] | None = None) -> AttentionSlices:
+    def packed(
+        cls, lengths: Sequence[int | AttentionSlices], kv_lengths: Sequence[int] | None = None
+    ) -> AttentionSlices:
         """Samples that stand one behind the other and do not see each other.
 
         Args:
-            lengths: every sample's number of queries.
+            lengths: every sample's number of queries, which see all of its keys; or who sees whom in it.
             kv_lengths: every sample's number of keys, by default as many; its caption's, for cross-attention.
 
         Raises:
-            ValueError: a negative length, or other numbers of samples.
+            ValueError: a negative length, other numbers of samples, or a sample's mask of another number of keys.
         """
-        kv_lengths = lengths if kv_lengths is None else kv_lengths
-        if len(lengths) != len(kv_lengths):
+        masks = [each if isinstance(each, AttentionSlices) else None for each in lengths]
+        sizes = [each.num_queries if isinstance(each, AttentionSlices) else each for each in lengths]
+        if kv_lengths is None:
+            kv_lengths = [
+                size if mask is None else mask.num_keys for size, mask in zip(sizes, masks, strict=True)
+            ]
+        if len(sizes) != len(kv_lengths):
             raise ValueError(
-                f"as many samples have queries as keys; got {len(lengths)} lengths and {len(kv_lengths)} kv_lengths"
+                f"as many samples have queries as keys; got {len(sizes)} lengths and {len(kv_lengths)} kv_lengths"
             )
-        _check_counts(lengths=lengths, kv_lengths=kv_lengths)
-        slices = [
-            Slice.of(queries, keys)
-            for queries, keys in zip(in_a_row(lengths), in_a_row(kv_lengths), strict=True)
-            if queries and keys
-        ]
-        return cls(sum(lengths), sum(kv_lengths), tuple(slices))
+        _check_counts(lengths=sizes, kv_lengths=kv_lengths)
+        slices: list[Slice] = []
+        for mask, queries, keys in zip(masks, in_a_row(sizes), in_a_row(kv_lengths), strict=True):
+            if mask is not None:
+                if mask.num_keys != len(keys):
+                    raise ValueError(f"a sample has {len(keys)} keys, and its mask is {mask!r}")
+                slices += [each.moved(queries.start, keys.start) for each in mask.slices]
+            elif queries and keys:
+                slices.append(Slice.of(queries, keys))
+        return cls(sum(sizes), sum(kv_lengths), tuple(slices))
 
     @classmethod
     def block_causal(
@@ -266,8 +276,8 @@ class AttentionSlices:
             num_queries, num_keys: how many of its tokens there are; those behind are padding, to whole blocks.
 
         Raises:
-            ValueError: it is of fewer tokens, it differs by sample or by head, tokens see the padding behind them,
-                or more than `max_slices` would be needed.
+            ValueError: it is of another number of tokens, even in whole blocks, it differs by sample or by head,
+                tokens see the padding behind them, or more than `max_slices` would be needed.
         """
         num_keys = num_queries if num_keys is None else num_keys
         slices = slices_of_rows(rows_of_block_mask(block_mask, num_queries, num_keys), num_keys, max_slices)
