@@ -34,13 +34,17 @@ __all__ = ["per_token", "run_packed", "to_clips", "to_row"]
 # (T, H, W)
 Shape = Sequence[int]
 
+if TYPE_CHECKING:
+    # Its number of tokens or its shape; and who sees whom in it, where that is not all of it.
+    Sample = int | Shape | tuple[int | Shape, slices.AttentionSlices]
+
 
 @contextmanager
 def run_packed(
     model: nn.Module,
     *,
     balanced: bool = True,
-    **streams: Sequence[int] | Sequence[Shape] | slices.AttentionSlices,
+    **streams: Sequence[Sample] | slices.AttentionSlices,
 ) -> Iterator[None]:
     """Within it the model's input is a row of several samples. It goes around the forward; backward may come later.
 
@@ -49,11 +53,13 @@ def run_packed(
         balanced: deals the tokens out in a ring, so that all ranks have as much to compute. Otherwise each has a run of
             the row, as without `run_packed`.
         streams: by the model's own arguments, of each sample the number of tokens; where the model has a grid, its
-            shape (T, H, W) of latents. Or `AttentionSlices` of all of a stream's tokens: who sees whom in it.
+            shape (T, H, W) of latents. Either may stand in a pair with the sample's `AttentionSlices`, who sees whom in
+            it. Or `AttentionSlices` of all of a stream's tokens, of one clip.
 
     Raises:
         ValueError: the model was not sharded so, its table has no such stream, a stream that the row has was left out,
-            or streams have other numbers of samples. In the forward: the row has another length, or the model passes a
+            streams have other numbers of samples, a mask is of another number of tokens than its sample, or of a
+            stream that does not attend to itself. In the forward: the row has another length, or the model passes a
             mask of its own.
     """
     from shardformer.engine import run_packed as run

@@ -28,8 +28,8 @@ from shardformer.paths import check_argument, find
 from shardformer.policy import BlockMask, PackedAttention, PackedPositions, Policy
 from shardformer.spread import Spread, Tokens, streams
 
-# Of a stream: every sample's number of tokens, or its shape (T, H, W), or who sees whom.
-Samples = Sequence[int] | Sequence[Sequence[int]] | slices.AttentionSlices
+# Of a stream: every sample's number of tokens or shape (T, H, W), with a mask of its own or without; or who sees whom.
+Samples = Sequence[Any] | slices.AttentionSlices
 
 
 def tell_samples_apart(spread: Spread, policy: Policy) -> None:
@@ -237,29 +237,23 @@ def run_packed(
             raise ValueError(
                 f"{type(model).__name__} has the streams {', '.join(known)}; run_packed got {name!r}"
             )
-    lengths, masks, positions = (
-        dict[str, tuple[int, ...]](),
-        dict[str, slices.AttentionSlices](),
-        dict[str, object](),
-    )
+    lengths: dict[str, tuple[int, ...]] = {}
+    masks: dict[str, slices.AttentionSlices] = {}
+    positions: dict[str, object] = {}
+    grid = policy.packed_positions
     for name, samples in told.items():
-        grid = policy.packed_positions
         if isinstance(samples, slices.AttentionSlices):
-            _check_square(name, samples)
             masks[name] = samples
-        elif grid is not None and grid.stream == name:
-            lengths[name], positions[grid.module] = _of_grids(model, grid, samples)
+            _check_square(name, samples)
         else:
-            lengths[name] = _of_numbers(name, samples)
-    counts = {name: len(each) for name, each in lengths.items()}
-    if len(set(counts.values())) > 1:
-        raise ValueError(f"every stream of a row has the same samples; run_packed got {counts} of them")
-    if lengths:
-        missing = [name for name in known if name not in told]
-        if missing:
-            raise ValueError(
-                f"run_packed was not told the lengths of {', '.join(missing)}, which the row has too"
-            )
+            shapes = [each[0] if _has_mask(each) else each for each in samples]
+            if grid is not None and grid.stream == name:
+                lengths[name], positions[grid.module] = _of_grids(model, grid, shapes)
+            else:
+                lengths[name] = _of_numbers(name, shapes)
+            if any(map(_has_mask, samples)):
+                masks[name] = _of_samples(name, samples, lengths[name])
+    _check_together(lengths, masks, known, policy)
     before, tokens.packed = (
         tokens.packed,
         streams.Packed(lengths, masks, spread_stream(policy), balanced, positions),
@@ -268,6 +262,48 @@ def run_packed(
         yield
     finally:
         tokens.packed = before
+
+
+def _check_together(
+    lengths: Mapping[str, tuple[int, ...]],
+    masks: Mapping[str, slices.AttentionSlices],
+    known: Sequence[str],
+    policy: Policy,
+) -> None:
+    """Raises ValueError unless what was told of the streams is of one row."""
+    counts = {name: len(each) for name, each in lengths.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"every stream of a row has the same samples; run_packed got {counts} of them")
+    missing = [name for name in known if name not in lengths]
+    if lengths and missing:
+        alone = [name for name in missing if name in masks]
+        raise ValueError(
+            f"run_packed was not told the lengths of {', '.join(missing)}, which the row has too"
+            + (f"; of {alone[0]} pass each sample's length or shape in a pair with its mask" if alone else "")
+        )
+    own = {e.queries for e in policy.packed_attention if e.keys in ("", e.queries)}
+    for name in masks:
+        if name not in own:
+            raise ValueError(
+                f"{name} does not attend to itself, and its mask would not be attended by; leave it out (there are "
+                f"masks of {', '.join(sorted(own))})"
+            )
+
+
+def _has_mask(sample: Any) -> bool:
+    return isinstance(sample, tuple) and len(sample) == 2 and isinstance(sample[1], slices.AttentionSlices)
+
+
+def _of_samples(name: str, samples: Sequence[Any], lengths: Sequence[int]) -> slices.AttentionSlices:
+    """Who sees whom in a row of these samples, some of which have a mask of their own."""
+    parts: list[int | slices.AttentionSlices] = []
+    for number, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
+        parts.append(sample[1] if _has_mask(sample) else length)
+        if _has_mask(sample) and (sample[1].num_queries, sample[1].num_keys) != (length, length):
+            raise ValueError(
+                f"sample {number} of {name} has {length} tokens, and its mask is {sample[1]!r}; make it for that sample"
+            )
+    return slices.AttentionSlices.packed(parts)
 
 
 def _check_square(name: str, mask: slices.AttentionSlices) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from shardformer.engine.packed import refuse_masks
 from shardformer.spread import Alone, Tokens, streams
 from tests.models import wan, wan_inputs
 from tests.shardformer.conformance import compare, in_double, of_first_rank
-from tests.tiers import PROVE, some
+from tests.tiers import PROVE, each_once, some
 from tests.tolerances import RELATIVE, relative_errors
 from tests.video_models import CASES
 from tests.video_models.rows import ROWS, Row
@@ -131,6 +132,66 @@ class DenseMask(TorchFunctionMode):
 
 def reference_arguments(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **_kwargs):
     """Of torch's attention, which has no signature that Python could read."""
+
+
+# Samples of 3, 1 and 4 frames of 6, 6 and 10 tokens, two of them with a mask of their own.
+ROW_MASKS = (
+    AttentionSlices.block_causal(3, 6, block_frames=2),
+    None,
+    AttentionSlices.block_causal(4, 10, window_frames=2, sink_frames=1),
+)
+
+
+def with_masks(row: Row):
+    """The row's streams, in which samples have these masks beside their shapes."""
+    shapes = row.streams["hidden_states"]
+    pairs = [shape if mask is None else (shape, mask) for shape, mask in zip(shapes, ROW_MASKS, strict=True)]
+    return row.streams | {"hidden_states": pairs}
+
+
+def apart_with_masks(row: Row):
+    """The reference: calls of their own, each with torch's attention under its dense mask."""
+    model, outs = fp64(row), []
+    samples = leaves(row, model)
+    for sample, mask in zip(samples, ROW_MASKS, strict=True):
+        dense = nullcontext() if mask is None else DenseMask(mask.dense())
+        with dense:
+            outs.append(tensors(model(**sample, return_dict=False)))
+        assert mask is None or dense.num_masked == 2  # in each block once
+    return step(model, row, samples, row.outputs(outs))
+
+
+def errors_of_masks(name, plan):
+    init_parallel(plan)
+    row = ROWS[name]
+    with LiftOperations():
+        expected = of_first_rank(lambda: apart_with_masks(row))
+        found = in_a_row(replace(row, streams=with_masks(row)), plan)
+    return compare(found, expected)
+
+
+CAUSAL_ROWS = ["Wan", "SkyReels-V2, diffusion forcing"]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    each_once(CAUSAL_ROWS, ["ring 3", "ring 2 × ulysses 2", "ring 2, checkpoint", "ulysses 2"]),
+)
+def test_samples_of_a_row_have_masks_of_their_own(ranks, name, mesh):
+    plan = MESHES[mesh]
+    for found in ranks(plan.world_size, errors_of_masks, name, plan):
+        worst = max(found, key=lambda key: found[key])
+        assert found[worst] < RELATIVE[torch.float64], worst
+
+
+@pytest.mark.parametrize("name", CAUSAL_ROWS)
+def test_samples_of_a_row_have_masks_of_their_own_on_one_device(parallel_registry, name):
+    row = ROWS[name]
+    with LiftOperations():
+        found, expected = in_a_row(replace(row, streams=with_masks(row)), Plan()), apart_with_masks(row)
+        without = in_a_row(row, Plan())
+    assert max(relative_errors(found, expected).values()) < RELATIVE[torch.float64]
+    assert max(relative_errors(without, expected).values()) > 1e-3
 
 
 def runs_of_ranks():
@@ -290,7 +351,6 @@ def refused_over_ranks():
             model(**inputs | changed)
         told[kind] = str(error.value)
 
-    # The first few forwards are compared.
     refuse(
         "ranks differ", {"hidden_states": grids, "encoder_hidden_states": (5, 1, 3) if rank else (4, 2, 3)}
     )
@@ -307,6 +367,17 @@ def refused_over_ranks():
         {"hidden_states": AttentionSlices.causal(63)},
         **in_double(row.samples(model)[0]),
     )
+    alike = AttentionSlices.packed(ROW_MASKS[:1] + (6,) + ROW_MASKS[2:])
+    refuse("no shapes beside a mask", {"hidden_states": alike, **rest})
+    refuse(
+        "a mask of no attention",
+        rest | {"hidden_states": grids, "encoder_hidden_states": [(4, AttentionSlices.causal(4)), 2, 3]},
+    )
+    refuse(
+        "a mask of another sample", {"hidden_states": [grids[0], (grids[1], ROW_MASKS[0]), grids[2]], **rest}
+    )
+    pairs = [(grids[0], AttentionSlices.full(18) if rank else ROW_MASKS[0]), *grids[1:]]
+    refuse("samples' masks differ", {"hidden_states": pairs, **rest})
     refuse("captions of another length", {"hidden_states": grids, "encoder_hidden_states": (5, 1, 4)})
     with packing.run_packed(model, **row.streams):
         assert model(**inputs).sample.isfinite().all()
@@ -314,10 +385,15 @@ def refused_over_ranks():
 
 
 def test_what_cannot_be_packed_is_refused_on_all_ranks(ranks):
-    first, second = ranks(2, refused_over_ranks)
+    # Every forward is compared, and not the first few alone.
+    first, second = ranks(2, refused_over_ranks, env={"OPENSORA_ACCEL_DEBUG": "1"})
     assert first == second
     expected = {
         "left out": "was not told the lengths of encoder_hidden_states",
+        "no shapes beside a mask": "not told the lengths of hidden_states, which the row has too; of hidden_states "
+        "pass each sample's length or shape in a pair with its mask",
+        "a mask of no attention": "encoder_hidden_states does not attend to itself",
+        "a mask of another sample": "sample 1 of hidden_states has 6 tokens, and its mask is AttentionSlices(18",
         "no such stream": "has the streams hidden_states, encoder_hidden_states; run_packed got 'latents'",
         "other numbers": "every stream of a row has the same samples",
         "no shapes": "run_packed takes (T, H, W) of each one's hidden_states; got [18, 6, 40]",
@@ -325,7 +401,8 @@ def test_what_cannot_be_packed_is_refused_on_all_ranks(ranks):
         "mask of another length": "has 18 tokens, and run_packed was told of 63",
         "captions of another length": "attn2 has 9 keys, and run_packed was told of 10 in encoder_hidden_states",
         **dict.fromkeys(
-            ("ranks differ", "masks differ", "one deals out"), "different inputs: run_packed's lengths"
+            ("ranks differ", "masks differ", "one deals out", "samples' masks differ"),
+            "different inputs: run_packed's lengths",
         ),
     }
     assert {kind for kind in expected if expected[kind] not in first[kind]} == set(), first
