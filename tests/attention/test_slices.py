@@ -364,10 +364,10 @@ def test_samples_with_masks_of_their_own_stand_one_behind_the_other():
     parts = [causal.dense(), torch.ones(2, 2), window.dense()]
     assert torch.equal(row.dense(), torch.block_diag(*parts).bool())
     captions = AttentionSlices(2, 3, (Slice.of(range(1, 2), range(3)),))
-    assert AttentionSlices.packed([captions, 1], [3, 2]).dense().tolist() == [
+    assert AttentionSlices.packed([1, captions], [2, 3]).dense().tolist() == [
+        [True, True, False, False, False],
         [False, False, False, False, False],
-        [True, True, True, False, False],
-        [False, False, False, True, True],
+        [False, False, True, True, True],
     ]
     with pytest.raises(
         ValueError, match=r"a sample has 4 keys, and its mask is AttentionSlices\(2 queries × 3"
