@@ -57,8 +57,11 @@ class Agreement:
 
     def check(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], packed: str | None = None
-    ) -> None:
+    ) -> bool:
         """Compares this forward's inputs, what it is told of its samples, and in the first forward the weights.
+
+        Returns:
+            Whether this forward was compared, on all ranks alike.
 
         Communication: one gather of a few numbers a tensor, in the forwards that are compared.
 
@@ -66,15 +69,15 @@ class Agreement:
             ValueError: on every rank of the group, where one of them has other inputs or weights.
         """
         if not inputs_are_compared() or self._group.size() == 1:
-            return
+            return False
         # A few forwards are enough, because a loop that seeds by RANK does so from its first step.
         number, self._num_forwards = self._num_forwards, self._num_forwards + 1
         if number >= NUM_COMPARED_FORWARDS and not every_forward_is_compared():
-            return
+            return False
         # By parameter name: what one rank passes by position, another may pass by keyword.
         values = dict(named_values("", inspect.signature(model.forward).bind(*args, **kwargs).arguments))
         if not all(is_real(value) for value in values.values() if isinstance(value, Tensor)):
-            return
+            return False
         # Not part of what the step computes: who records its operations or communication should not meet this.
         with _disable_current_modes(), torch.no_grad():
             mine = {f"input {name}": summarise(value) for name, value in values.items()}
@@ -89,6 +92,7 @@ class Agreement:
                         mine[f"weight {name}"] = Summary(tuple(torch.stack(sums).tolist()), _TOLERANCE_OF_FEW)
             everyone = gather_objects(mine, self._group)
         self._compare(model, everyone, number + 1)
+        return True
 
     def _compare(self, model: nn.Module, everyone: list[dict[str, Summary]], number: int) -> None:
         names = list(dict.fromkeys(name for each in everyone for name in each))

@@ -32,9 +32,11 @@ def follow_forward(spread: Spread) -> None:
     def begin(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # First, as all that follows would be wrong with a part of the model that is wrapped.
         check_still_there(model, spread.hooked)
-        agreement.check(model, args, kwargs, None if tokens.packed is None else tokens.packed.digest)
+        is_compared = agreement.check(
+            model, args, kwargs, None if tokens.packed is None else tokens.packed.digest
+        )
         running.close()  # of a forward that another hook of the model ended by an error
-        tokens.begin()
+        tokens.begin(is_compared)
         running.enter_context(tokens.as_running())
         running.enter_context(preserve_state(tokens.preserve))
         running.enter_context(watch_decisions(model, tokens))

@@ -19,9 +19,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from opensora_accel.arguments import Arguments
 from opensora_accel.attention import local_attention, slices, torch_attention
+from opensora_accel.communications import compare_facts
 from opensora_accel.wrapping import Forward, wrap_forward
 from shardformer.modeling import Attention, redirect_attention
 from shardformer.paths import check_argument, find
@@ -89,18 +91,56 @@ def _read_block_mask(spread: Spread, entry: BlockMask) -> None:
     # A model keeps its mask from forward to forward, and every layer has the same.
     known: WeakKeyDictionary[object, slices.AttentionSlices] = WeakKeyDictionary()
 
-    def change(arguments: Arguments, name: str) -> None:
-        block_mask, num_tokens = arguments.get(entry.argument), arguments[entry.tokens].size(1)
+    def read(block_mask: Any, num_tokens: int, what: str) -> slices.AttentionSlices | None:
         if block_mask is None:
-            return
-        if tokens.state.packed is not None:
-            raise ValueError(f"{name} has a mask of its own ({entry.argument}); leave run_packed out")
+            return None
+        if not hasattr(block_mask, "mask_mod"):
+            raise ValueError(
+                f"{what} is a {type(block_mask).__name__}, and self-attention over ranks goes by a block mask of flex "
+                "attention: pass one, or leave the mask to the model"
+            )
         seen = known.get(block_mask)
         if seen is None or seen.num_queries != num_tokens:
             seen = known[block_mask] = slices.AttentionSlices.from_block_mask(block_mask, num_tokens)
-        tokens.state.packed = streams.Packed({}, {entry.tokens: seen}, entry.tokens, block_mask=block_mask)
+        return seen
+
+    def change(arguments: Arguments, name: str) -> None:
+        block_mask, told = arguments.get(entry.argument), tokens.state.packed
+        if told is not None and told.block_mask is block_mask:
+            return  # a checkpoint of the model's own runs the block again, or the model makes no mask
+        if told is not None and block_mask is not None:
+            raise ValueError(f"{name} has a mask of its own ({entry.argument}); leave run_packed out")
+        what, num_tokens = f"{name}'s {entry.argument}", arguments[entry.tokens].size(1)
+        seen = _same_on_all(tokens, what, lambda: read(block_mask, num_tokens, what))
+        if seen is not None:
+            tokens.state.packed = streams.Packed(
+                {}, {entry.tokens: seen}, entry.tokens, block_mask=block_mask
+            )
 
     spread.change_arguments(entry.module, f"{entry.argument} {entry.tokens}", change)
+
+
+def _same_on_all(
+    tokens: Tokens, what: str, read: Callable[[], slices.AttentionSlices | None]
+) -> slices.AttentionSlices | None:
+    """What `read` returns: in forwards whose inputs are compared the same on all ranks, as are its errors.
+
+    A mask is no tensor among the inputs, and ranks that share tokens out by other masks would wait for each other.
+
+    Raises:
+        ValueError: `read` raises it, on any rank, or the ranks have other masks.
+    """
+    if not tokens.state.is_compared:
+        return read()
+    seen, problem = None, ""
+    try:
+        seen = read()
+    except ValueError as error:
+        problem = str(error)
+    fact = (None if seen is None else seen.digest), repr(seen)
+    with _disable_current_modes():  # it is no part of the step, which somebody may record
+        compare_facts({what: fact}, [tokens.group], problem, lambda _: "; pass the same mask on all of them")
+    return seen
 
 
 def _expect_dense_mask(

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from shardformer.policy.base import Blocks, GatherOutput, Policy, SplitInput, WholeSequence
+from shardformer.policy.base import BlockMask, Blocks, GatherOutput, Policy, SplitInput
 
 ANYFLOW = Policy(
     models=("AnyFlowTransformer3DModel",),
@@ -31,10 +31,9 @@ ANYFLOW_FAR = replace(
         "hidden_states timestep r_timestep encoder_hidden_states chunk_partition encoder_hidden_states_image "
         "clean_hidden_states clean_timestep kv_cache kv_cache_flag attention_mask attention_kwargs return_dict"
     ),
-    split_inputs=(SplitInput("blocks.0", "hidden_states"), SplitInput("blocks.*", "temb")),
-    self_attention=(),
-    # Who sees whom is a mask of blocks for flex attention, over all tokens and padded to a multiple of 128.
-    whole_sequences=(WholeSequence("blocks.*.attn1", ("norm_q", "norm_k", "to_v")),),
+    # Who sees whom is a block mask of flex attention, which diffusers looks up in torch at every call.
+    block_mask=BlockMask("blocks.0", "attention_mask", "hidden_states"),
+    kernel_functions=("torch.nn.attention.flex_attention.flex_attention",),
     refuses=tuple(
         (argument, "it keeps the keys of all heads from chunk to chunk of sampling; leave it out in training")
         for argument in ("kv_cache", "kv_cache_flag")

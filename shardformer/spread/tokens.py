@@ -88,6 +88,8 @@ class State:
     is_known: bool = False
     # Whether it is the model's first forward with gradients, in which attention is checked.
     is_first: bool = False
+    # Whether the ranks compare what they are given in this forward.
+    is_compared: bool = False
     # Every rank's number of tokens.
     splits: tuple[int, ...] | None = None
     # Whether the model has whole tensors again, and may split another number of tokens.
@@ -384,12 +386,12 @@ class Tokens:
         finally:
             _running.tokens = before
 
-    def begin(self) -> None:
+    def begin(self, is_compared: bool = False) -> None:
         """A forward begins."""
         is_first = torch.is_grad_enabled() and not self._had_forward
         self._had_forward |= is_first
         self.state, self.in_forward, self.were_asked_for = (
-            State(is_known=True, is_first=is_first, packed=self.packed),
+            State(is_known=True, is_first=is_first, is_compared=is_compared, packed=self.packed),
             True,
             False,
         )

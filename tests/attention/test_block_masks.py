@@ -142,8 +142,9 @@ def test_masks_of_samples_or_heads_are_refused(batch, heads):
         AttentionSlices.from_block_mask(made, 64)
 
 
-@pytest.mark.parametrize("sizes", [(65, 48), (64, 49)])
-def test_masks_of_fewer_tokens_are_refused(sizes):
+@pytest.mark.parametrize("sizes", [(65, 48), (64, 49), (48, 48), (64, 32)])
+def test_masks_of_another_number_of_tokens_are_refused(sizes):
+    """Flex attention refuses them too: tokens are padded to whole blocks, and not to more of them."""
     made = block_mask(lambda _b, _h, q, k: q >= k, 64, 48)
     with pytest.raises(
         ValueError, match=f"is of 64 queries and 48 keys, and there are {sizes[0]} and {sizes[1]}"

@@ -135,11 +135,11 @@ def too_many_ranks():
     plan = Plan(ring=3, ulysses=2)
     init_parallel(plan)
     with pytest.raises(ValueError) as caught:
-        shardformer.shard(CASES["AnyFlow FAR"].make(), plan)
+        shardformer.shard(CASES["Wan Animate 2"].make(), plan)
     return str(caught.value)
 
 
 def test_more_ranks_than_heads_are_refused(ranks):
     for words in ranks(6, too_many_ranks):
-        assert "blocks.0.attn1 needs whole heads on every rank, and has 5 of them for 6 ranks" in words
+        assert "blocks.0.self_attn needs whole heads on every rank, and has 5 of them for 6 ranks" in words
         assert "use ring × ulysses of at most 5" in words

@@ -25,14 +25,17 @@ def rows_of_block_mask(block_mask: BlockMask, num_queries: int, num_keys: int) -
     """The dense mask of its first `num_queries` queries and `num_keys` keys, on the host, a row of blocks at a time.
 
     Raises:
-        ValueError: it is of fewer tokens, differs from sample to sample or from head to head, or lets tokens see the
-            padding behind them.
+        ValueError: it is of another number of tokens, even in whole blocks, differs from sample to sample or from head
+            to head, or lets tokens see the padding behind them.
     """
     (q_length, kv_length), (q_size, kv_size) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
-    if num_queries > q_length or num_keys > kv_length:
-        raise ValueError(
-            f"the block mask is of {q_length} queries and {kv_length} keys, and there are {num_queries} and {num_keys}"
-        )
+    side = max(q_size, kv_size)
+    for number, length in ((num_queries, q_length), (num_keys, kv_length)):
+        if not number <= length <= -(-number // side) * side:
+            raise ValueError(
+                f"the block mask is of {q_length} queries and {kv_length} keys, and there are {num_queries} and "
+                f"{num_keys}, in blocks of {side}; make it for this clip"
+            )
     in_part = _same_for_all(block_mask.kv_num_blocks, block_mask.kv_indices)
     whole: list[list[int]] = [[] for _ in in_part]
     if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
