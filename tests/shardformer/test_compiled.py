@@ -36,7 +36,7 @@ BROKEN = (
     *("WanModel", "Wan 2.1, VideoX-Fun's", "Wan 2.2, VideoX-Fun's", "SkyReels-V2, its authors'"),
     *("STDiT3", "Mochi"),
     # Attention by slices is not traced.
-    *("Causal Wan", "SkyReels-V2, diffusion forcing"),
+    *("AnyFlow FAR", "Causal Wan", "SkyReels-V2, diffusion forcing"),
 )
 
 
