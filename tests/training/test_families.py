@@ -1,8 +1,11 @@
 """Every family that has a recipe: adapters that its own pipeline loads, and runs that go on bit by bit."""
 
+import dataclasses
 import inspect
 import json
+import math
 
+import av
 import diffusers
 import peft
 import pytest
@@ -16,7 +19,9 @@ from opensora_accel.training.codec import SpaceToDepth
 from opensora_accel.training.recipes import RECIPES
 from opensora_accel.training.sections import LoraConfig
 from opensora_accel.training.text_encoders import text_shapes
-from tests.tiers import some
+from opensora_accel.training.tiny_run import write_clips
+from tests.test_cli import TORCHRUN, launched
+from tests.tiers import PROVE, some
 from tests.training.runs import tiny_config
 from tests.training.vaes import wan_vae
 
@@ -146,3 +151,23 @@ def test_a_pipeline_loads_the_adapter_and_answers_as_the_run(ranks, clips, tmp_p
     of_run, loaded, without = ranks(1, adapted, config)[0]
     error, effect = (loaded - of_run).abs().max(), (of_run - without).abs().max()
     assert effect > 1e-3 and error < 1e-3 * effect
+
+
+@PROVE
+@pytest.mark.parametrize("name", ["WanTransformer3DModel", *FAMILIES])
+def test_twenty_steps_from_the_command_line_on_two_ranks(tmp_path, name):
+    """Of clips of two lengths; what is sampled has sound where the model makes some."""
+    clips = write_clips(tmp_path / "clips", with_sound=True, of_sizes=True)
+    data = {"folder": str(clips), "buckets": ["9x24x40", "5x24x40"], "batch_size": 2}
+    options = {"data": data, "steps": 20, "num_samples": 1, "flow.sample_steps": 2}
+    config, file = config_of(name, clips, tmp_path / "run", **options), tmp_path / "run.json"
+    file.write_text(json.dumps(dataclasses.asdict(config)))
+    done, losses = launched(TORCHRUN, file, tmp_path / "run", "--plan.ulysses", "2")
+    assert done.returncode == 0, done.stderr
+    assert len(losses) == 20 and all(math.isfinite(loss) for loss in losses)
+    rows = [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(sum(row.get(f"clips/{size}", 0) for row in rows) for size in data["buckets"])
+    (sample,) = (tmp_path / "run" / "samples").glob("*/*.mp4")
+    with av.open(str(sample)) as container:
+        assert len(container.streams.audio) == (configured.recipe_of(config.model).sound is not None)
+        assert sum(1 for _ in container.decode(video=0)) in (5, 9)
