@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from opensora_accel.attention import blocks, ring_attention
 from opensora_accel.attention.balance import positions
-from opensora_accel.attention.kernels import Problem, choose_kernel
-from opensora_accel.attention.kernels import flash_attn as flash_attn_file
+from opensora_accel.attention.kernels import Problem, choose_kernel, releases
 from opensora_accel.attention.kernels.flash_attn import FlashAttn2Kernel, FlashAttn3Kernel
 from tests.attention.flash_attn_releases import RELEASES, functions, install
 from tests.attention.reference import random_inputs
@@ -32,14 +31,14 @@ def ring(release, heads):
     rows = positions(9, 2, rank, "zigzag")
     own = [tensor[:, rows].requires_grad_() for tensor in (q, k, v)]
     with pytest.MonkeyPatch.context() as patch:
-        flash_attn_file._find.cache_clear()
+        releases.find_release.cache_clear()
         install(patch, release)
         patch.setattr(
             blocks, "choose_kernel", lambda _problem: types.SimpleNamespace(kernel=kernel_of(release))
         )
         out = ring_attention(*own, dist.group.WORLD, causal=True, layout="zigzag")
         out.backward(grad[:, rows])
-    flash_attn_file._find.cache_clear()
+    releases.find_release.cache_clear()
     found = [out.detach(), *(tensor.grad for tensor in own)]
     return max(float((a - b[:, rows]).abs().max()) for a, b in zip(found, wanted, strict=True))
 
@@ -53,10 +52,10 @@ def test_a_ring_by_each_release(ranks, release, heads):
 def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
-    for cached in (choose_kernel, flash_attn_file._find):
+    for cached in (choose_kernel, releases.find_release):
         cached.cache_clear()
     yield
-    for cached in (choose_kernel, flash_attn_file._find):
+    for cached in (choose_kernel, releases.find_release):
         cached.cache_clear()
 
 
@@ -101,4 +100,7 @@ def test_an_unknown_signature_is_refused(hopper, monkeypatch, parameters, wrong)
 def test_a_package_without_the_functions_is_refused(hopper, monkeypatch):
     module = install(monkeypatch, "2.8", (None, None))
     del module._flash_attn_forward
-    assert "has no functions below its autograd" in dict(choose_kernel(ON_GPU).refused)["flash-attn 2"]
+    assert (
+        "has no functions _flash_attn_forward and _backward"
+        in dict(choose_kernel(ON_GPU).refused)["flash-attn 2"]
+    )

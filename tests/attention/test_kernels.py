@@ -15,8 +15,7 @@ from blockwise import ring_on_one_device
 from opensora_accel.attention import blocks, explain_kernel, ring_attention
 from opensora_accel.attention.balance import positions, rearrange
 from opensora_accel.attention.blocks import attend, attend_backward, merge_
-from opensora_accel.attention.kernels import Problem, Scores, choose_kernel
-from opensora_accel.attention.kernels import flash_attn as flash_attn_file
+from opensora_accel.attention.kernels import Problem, Scores, choose_kernel, releases
 from opensora_accel.attention.kernels.cpu import CpuFlashKernel
 from opensora_accel.attention.kernels.cuda import CudnnKernel, EfficientKernel, FlashKernel
 from opensora_accel.attention.kernels.flash_attn import FlashAttn2Kernel, FlashAttn3Kernel
@@ -153,10 +152,10 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91500)
     choose_kernel.cache_clear()
-    flash_attn_file._find.cache_clear()
+    releases.find_release.cache_clear()
     yield
     choose_kernel.cache_clear()
-    flash_attn_file._find.cache_clear()
+    releases.find_release.cache_clear()
 
 
 @pytest.mark.parametrize(
