@@ -32,7 +32,7 @@ from torch import Tensor
 from opensora_accel.attention.balance import Tile
 from opensora_accel.attention.slices.geometry import Slice, cut
 from opensora_accel.attention.slices.mask import AttentionSlices, in_a_row, joined
-from opensora_accel.attention.slices.tiles import tiles_of_all
+from opensora_accel.attention.slices.pieces import Pieces
 from opensora_accel.communications import share_sizes
 
 # Of a rank. More are no better balanced in any mask tried, and their tiles are small.
@@ -48,13 +48,18 @@ class Step(NamedTuple):
     # Of its own keys, as it holds them.
     sends: tuple[range, ...]
     num_received: int
-    # Its keys are counted among those received; at step 0 among its own.
-    tiles: tuple[Tile, ...]
+    # Keys are counted among those received; at step 0 among its own.
+    pieces: Pieces
 
     @property
     def num_sent(self) -> int:
         """How many tokens' keys it sends."""
         return sum(map(len, self.sends))
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """What it computes, kernel call by kernel call."""
+        return self.pieces.tiles
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -253,7 +258,7 @@ class _Placed(NamedTuple):
 def _step(seen: Sequence[Slice], seen_of_own: Sequence[Slice], shift: int) -> Step:
     """Of what a rank sees of the keys of the one before it, and the one behind sees of its own."""
     if shift == 0:
-        return Step((), 0, tiles_of_all(seen))
+        return Step((), 0, Pieces(tuple(seen)))
     received = _needed(seen)
     # What is received is the needed runs alone, one behind the other.
     starts, places = [run.start for run in received], [place for _, place in _placed(received)]
@@ -261,7 +266,7 @@ def _step(seen: Sequence[Slice], seen_of_own: Sequence[Slice], shift: int) -> St
     for each in seen:
         run = bisect_right(starts, each.k_start) - 1
         moved.append(each.moved(0, places[run] - starts[run]))
-    return Step(_needed(seen_of_own), sum(map(len, received)), tiles_of_all(moved))
+    return Step(_needed(seen_of_own), sum(map(len, received)), Pieces(tuple(moved)))
 
 
 _named: WeakValueDictionary[str, Deal] = WeakValueDictionary()

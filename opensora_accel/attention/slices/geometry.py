@@ -198,6 +198,21 @@ def cut(table: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, T
     return parts, rows[of_cut], columns
 
 
+def pairs_of_cells(table: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """How many pairs runs of queries have with runs of keys, of a table [N, 6] of tight slices.
+
+    Args:
+        queries, keys: [R, 2] and [K, 2], where runs start and stop.
+
+    Returns:
+        Of those that have any, in order: the number of the run of queries, that of the run of keys, and the pairs [M].
+    """
+    parts, rows, columns = cut(table, queries, keys)
+    cells, of_cell = (rows * len(keys) + columns).unique(return_inverse=True)
+    pairs = torch.zeros_like(cells).index_add_(0, of_cell, _area(*parts.unbind(1)))
+    return cells // max(len(keys), 1), cells % max(len(keys), 1), pairs
+
+
 def _meeting(ones: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     """The pairs (of `others`, of `ones`) of runs [n, 2] and [m, 2], empty ones too, that have a number in common."""
     found = [

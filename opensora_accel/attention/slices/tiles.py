@@ -15,7 +15,7 @@ No pair is in two tiles, and none that is not seen is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 from opensora_accel.attention.balance import Tile
@@ -29,11 +29,15 @@ def tiles_of_all(slices: Iterable[Slice]) -> tuple[Tile, ...]:
     one rectangle, and one call. Of block-causal frames on 8 ranks 15 tiles are left of 50.
     """
     tiles = [tile for each in slices for tile in tiles_of(each)]
-    rectangles = [tile for tile in tiles if not tile.causal]
-    return *_joined(_joined(rectangles, along="keys"), along="rows"), *(tile for tile in tiles if tile.causal)
+    return *join(tile for tile in tiles if not tile.causal), *(tile for tile in tiles if tile.causal)
 
 
-def _joined(rectangles: Sequence[Tile], *, along: Literal["rows", "keys"]) -> list[Tile]:
+def join(rectangles: Iterable[Tile]) -> list[Tile]:
+    """The same pairs in fewer rectangles: those in one that stand side by side, then those one below the other."""
+    return _joined(_joined(rectangles, along="keys"), along="rows")
+
+
+def _joined(rectangles: Iterable[Tile], *, along: Literal["rows", "keys"]) -> list[Tile]:
     """With those in one that meet along one side, and are the same along the other."""
     other = "rows" if along == "keys" else "keys"
 
