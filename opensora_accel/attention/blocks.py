@@ -15,14 +15,25 @@ Source: the online softmax of Milakov and Gimelshein, arXiv:1805.02867; FlashAtt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from opensora_accel.attention.balance import Tile
-from opensora_accel.attention.kernels import Grads, Problem, Scores, choose_kernel
+from opensora_accel.attention.kernels import (
+    Grads,
+    PiecesKernel,
+    Problem,
+    Scores,
+    choose_for_pieces,
+    choose_kernel,
+)
+from opensora_accel.attention.slices import Pieces
+
+# Gradients of a run of keys and of its values, [B, run, H_kv, D].
+Part = tuple[slice, Tensor, Tensor]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -79,6 +90,25 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     torch.logaddexp(lse, block_lse, out=lse)
 
 
+def attend_pieces(
+    kernel: PiecesKernel, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pieces: Pieces
+) -> tuple[Tensor, Tensor]:
+    """Attention over all pieces of one block of keys, in one call. Not differentiable.
+
+    Args:
+        q: [B, S_q, H, D], the queries `pieces.rows`; k, v: [B, S_kv, H_kv, D], the keys `pieces.keys`.
+
+    Returns:
+        As `attend`.
+    """
+    out, lse = kernel.forward(q, k, v, scores, pieces)
+    # Kernels differ in what they leave of these.
+    for run in pieces.unseeing:
+        out[:, run.start : run.stop] = 0
+        lse[:, :, run.start : run.stop] = float("-inf")
+    return out, lse
+
+
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
 ) -> Grads:
@@ -121,13 +151,29 @@ class Rows:
         q = rows_of(self._q, tile.rows)
         scores = scores_of(tile, self._scale, mask)
         part, part_lse = attend(q, rows_of(k, tile.keys), rows_of(v, tile.keys), scores)
+        self._merge(tile.rows, part, part_lse)
+
+    def add_pieces(self, pieces: Pieces, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+        """Attends to all that is seen of a block, in one call if a kernel knows how; k, v, mask: as for `add`."""
+        rows, keys = pieces.rows, pieces.keys
+        operands = rows_of(self._q, rows), rows_of(k, keys), rows_of(v, keys)
+        kernel = _kernel_of(pieces, *operands, mask)
+        if kernel is None:
+            for tile in pieces.tiles:
+                self.add(tile, k, v, mask)
+            return
+        scores = Scores(self._scale, None if mask is None else rows_of(mask, keys))
+        self._merge(rows, *attend_pieces(kernel, *operands, scores, pieces))
+
+    def _merge(self, rows: slice, part: Tensor, part_lse: Tensor) -> None:
+        """Adds what rows saw: part [B, rows, H, D], part_lse [B, H, rows]."""
         part_lse = part_lse.transpose(1, 2)  # [B, rows, H], beside the output's layout
         if self._out is None and part.size(1) == self._q.size(1):
             self._out, self._lse = part.to(self._dtype), part_lse.to(self._dtype)
             return
-        # In place: the rows of this tile change, and all others stay as they are.
+        # In place: these rows change, and all others stay as they are.
         out, lse = self._sums()
-        merge_(rows_of(out, tile.rows), rows_of(lse, tile.rows), part, part_lse)
+        merge_(rows_of(out, rows), rows_of(lse, rows), part, part_lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """The output [B, S_q, H, D] in the dtype of q, and the log-sum-exp [B, H, S_q]; 0 and −inf without keys."""
@@ -158,6 +204,7 @@ class RowsBackward:
                 lse == float("-inf"), 0
             )  # as `attend_backward` wants it of rows without keys
         self._grad, self._q, self._out, self._lse, self._scale = grad, q, out, lse, scale
+        self._is_finite = is_masked
         self._grad_q: Tensor | None = None  # [B, S_q, H, D], added up over all tiles in fp32 or fp64
 
     def add(self, tile: Tile, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -167,12 +214,38 @@ class RowsBackward:
             rows_of(self._grad, rows), rows_of(self._q, rows), rows_of(k, tile.keys), rows_of(v, tile.keys),
             rows_of(self._out, rows), rows_of(self._lse, rows, 2), scores,
         )  # fmt: skip
+        self._add(rows, grad_q)
+        return grad_k, grad_v
+
+    def add_pieces(self, pieces: Pieces, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterator[Part]:
+        """The gradients of the keys and values that are seen of a block, by the kernels of `Rows.add_pieces`.
+
+        They are computed while they are asked for, so that those of one tile are there at a time.
+        """
+        rows, keys = pieces.rows, pieces.keys
+        q, of_k, of_v = rows_of(self._q, rows), rows_of(k, keys), rows_of(v, keys)
+        kernel = _kernel_of(pieces, q, of_k, of_v, mask)
+        if kernel is None:
+            for tile in pieces.tiles:
+                yield tile.keys, *self.add(tile, k, v, mask)
+            return
+        lse = rows_of(self._lse, rows, 2)
+        if not self._is_finite:
+            # Here queries that see nothing are in the call, with a weight of 0 for each key.
+            lse = lse.masked_fill(lse == float("-inf"), 0)
+        scores = Scores(self._scale, None if mask is None else rows_of(mask, keys))
+        operands = rows_of(self._grad, rows), q, of_k, of_v, rows_of(self._out, rows), lse
+        grad_q, grad_k, grad_v = kernel.backward(*operands, scores, pieces)
+        self._add(rows, grad_q)
+        yield keys, grad_k, grad_v
+
+    def _add(self, rows: slice, grad_q: Tensor) -> None:
+        """Adds gradients [B, rows, H, D]."""
         if self._grad_q is None and grad_q.size(1) == self._q.size(1):
             self._grad_q = grad_q.to(accumulator_dtype(self._q.dtype))
-            return grad_k, grad_v
-        of_tile = rows_of(self._sum(), rows)
-        of_tile += grad_q
-        return grad_k, grad_v
+            return
+        of_rows = rows_of(self._sum(), rows)
+        of_rows += grad_q
 
     def result(self) -> Tensor:
         """The gradient of q [B, S_q, H, D], in its dtype."""
@@ -221,16 +294,19 @@ def _fake_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> G
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-# Gradients of a run of keys and of its values, [B, run, H_kv, D].
-Part = tuple[slice, Tensor, Tensor]
-
-
 def add_parts(grads: tuple[Tensor, Tensor], parts: Iterable[Part]) -> None:
     """Adds gradients of runs of keys and values to those [B, S_kv, H_kv, D] of a block, in place."""
     for keys, *of_run in parts:
         for grad, part in zip(grads, of_run, strict=True):
             of_keys = rows_of(grad, keys)
             of_keys += part
+
+
+def _kernel_of(pieces: Pieces, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> PiecesKernel | None:
+    """The kernel that takes all pieces of these queries and keys at once; None for a call for each tile."""
+    if q.numel() == 0 or k.numel() == 0:
+        return None
+    return choose_for_pieces(Problem.of(q, k, v, mask), pieces.facts).kernel
 
 
 def scores_of(tile: Tile, scale: float, mask: Tensor | None) -> Scores:

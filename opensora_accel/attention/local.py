@@ -13,7 +13,14 @@ from torch import Tensor
 
 from opensora_accel.attention.blocks import accumulator_dtype, attend, attend_backward, make_operators
 from opensora_accel.attention.call import AttentionCall, autocast, enter_call, torch_attention
-from opensora_accel.attention.kernels import Choice, Grads, Problem, Scores, choose_kernel
+from opensora_accel.attention.kernels import (
+    Choice,
+    Grads,
+    Problem,
+    Scores,
+    choose_kernel,
+    explain_pieces,
+)
 from opensora_accel.attention.sliced import sliced_attend
 from opensora_accel.attention.slices import AttentionSlices, Deal
 
@@ -159,13 +166,30 @@ _OPERATORS = make_operators(
 
 
 def explain_kernel(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False
-) -> Choice:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    slices: AttentionSlices | Deal | None = None,
+) -> Choice[Any]:
     """The kernel that a ring takes for these tensors, and on a GPU masked attention too; and why not those before it.
 
-    `print` it.
+    `print` it. With slices it is that of `local_attention`, and how often it is called.
 
     Args:
         q: [B, S_q, H, D]; k, v: [B, S_kv, H_kv, D]; mask: [B, S_kv].
+        slices: which queries see which keys.
+
+    Raises:
+        ValueError: the slices are of other numbers of queries and keys.
     """
-    return choose_kernel(Problem.of(q, k, v, mask, causal))
+    if slices is None:
+        return choose_kernel(Problem.of(q, k, v, mask, causal))
+    call = enter_call(q, k, v, mask, [], causal=causal, slices=slices)
+    assert call.slices is not None
+    pieces = call.slices.whole().steps(0)[0].pieces
+    # A tile may be a triangle, of which some kernels do not know all.
+    has_triangles = any(tile.causal for tile in pieces.tiles)
+    return explain_pieces(Problem.of(q, k, v, mask, has_triangles), pieces.facts)

@@ -1,7 +1,8 @@
 """Attention by slices of a mask, on one rank and over many: what it costs is the mask's area.
 
-Slices are cut into tiles for the kernels, whose results are merged by their log-sum-exps, as blocks of a ring are. Over
-ranks each sends the keys that others' queries see straight to them (`direct_pipeline.py`).
+A kernel that knows pieces takes all that is seen of a block of keys in one call. For others slices are cut into tiles,
+whose results are merged by their log-sum-exps, as blocks of a ring are. Over ranks each sends the keys that others'
+queries see straight to them (`direct_pipeline.py`).
 """
 
 from __future__ import annotations
@@ -133,14 +134,11 @@ def _forward(
     exchange, rows = _Exchange(k, v, mask, deal, group), Rows(q, v.size(3), scale)
     regions.attends(dealt(deal), exchange.place, q.size(0))
     if exchange.group is None:
-        for tile in exchange.steps[0].tiles:
-            rows.add(tile, k, v, mask)
+        rows.add_pieces(exchange.steps[0].pieces, k, v, mask)
         return rows.result()
     with exchange.pipeline() as pipeline:
         for step in exchange.steps:
-            keys = exchange.received(step, pipeline.next_keys())
-            for tile in step.tiles:
-                rows.add(tile, *keys)
+            rows.add_pieces(step.pieces, *exchange.received(step, pipeline.next_keys()))
     return rows.result()
 
 
@@ -165,8 +163,7 @@ def _backward(
     dtype = accumulator_dtype(q.dtype)
     grads = k.new_zeros(k.shape, dtype=dtype), v.new_zeros(v.shape, dtype=dtype)
     if exchange.group is None:
-        for tile in exchange.steps[0].tiles:
-            add_parts(grads, [(tile.keys, *rows.add(tile, k, v, mask))])
+        add_parts(grads, rows.add_pieces(exchange.steps[0].pieces, k, v, mask))
         return rows.result(), grads[0].to(k.dtype), grads[1].to(v.dtype)
 
     def take(number: int, flat: Tensor) -> None:
@@ -184,8 +181,7 @@ def _backward(
     of_grads = (dtype, packed_size(k, v, None))
     with exchange.pipeline(grads=of_grads, take=take) as pipeline:
         for number, step in enumerate(exchange.steps):
-            keys = exchange.received(step, pipeline.next_keys())
-            parts = [(tile.keys, *rows.add(tile, *keys)) for tile in step.tiles]
+            parts = list(rows.add_pieces(step.pieces, *exchange.received(step, pipeline.next_keys())))
             if number == 0:
                 add_parts(grads, parts)
             else:

@@ -3,7 +3,17 @@
 This is what attention over keys in blocks needs, and what `scaled_dot_product_attention` hides. Layout [B, S, H, D].
 """
 
-from opensora_accel.attention.kernels.base import Grads, Kernel, Problem, Scores
-from opensora_accel.attention.kernels.choose import Choice, choose_kernel
+from opensora_accel.attention.kernels.base import Grads, Kernel, PiecesKernel, Problem, Scores
+from opensora_accel.attention.kernels.choose import Choice, choose_for_pieces, choose_kernel, explain_pieces
 
-__all__ = ["Choice", "Grads", "Kernel", "Problem", "Scores", "choose_kernel"]
+__all__ = [
+    "Choice",
+    "Grads",
+    "Kernel",
+    "PiecesKernel",
+    "Problem",
+    "Scores",
+    "choose_for_pieces",
+    "choose_kernel",
+    "explain_pieces",
+]

@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from opensora_accel.attention.slices import PieceFacts, Pieces
+
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
@@ -84,6 +86,40 @@ class Kernel(Protocol):
 
         `grad` and `out` [B, S_q, H, D_v] and `lse` [B, H, S_q] are those of all blocks together.
         """
+        ...
+
+
+class PiecesKernel(Protocol):
+    """Softmax attention over all pieces of one block of keys, in one call or one for each kind of piece.
+
+    q [B, S_q, H, D] are the queries `pieces.rows`, k and v [B, S_kv, H_kv, D] the keys `pieces.keys`. Queries in no
+    piece may have any output and log-sum-exp: the caller knows them.
+    """
+
+    name: str
+
+    def refuses(self, problem: Problem, facts: PieceFacts) -> str | None:
+        """Why it cannot take them; None if it can."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, pieces: Pieces
+    ) -> tuple[Tensor, Tensor]:
+        """As `Kernel.forward`; the scores have no triangle."""
+        ...
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scores: Scores,
+        pieces: Pieces,
+    ) -> Grads:
+        """As `Kernel.backward`: 0 for queries and keys in no piece. `lse` is finite, as it is there."""
         ...
 
 
