@@ -70,7 +70,7 @@ STAGES = (
     }),
     Stage("kernel-tests", "pytest -n 14 --dist worksteal -m 'cuda and not prove' "
           "tests/shardformer/modeling/triton/values.py tests/experiments/unpacking.py",
-          limit_s=85, claims={
+          limit_s=78, claims={
         "Triton kernels compiled for the GPU agree with plain operations, values and gradients": ".",
     }),
     Stage("checkpoint-tests", "pytest -n 8 tests/checkpoint", limit_s=40, claims={
@@ -92,9 +92,13 @@ STAGES = (
     }),
     Stage("family-tests",
           "pytest -n 14 --maxschedchunk=1 tests/training/test_cuda.py tests/training/test_recipes.py "
-          "tests/training/test_minimax_h3.py -k 'family or on_a_gpu'", limit_s=60, claims={
+          "tests/training/test_minimax_h3.py -k 'family or on_a_gpu'", limit_s=52, claims={
         "every family that has a recipe learns what it learns on a CPU, and makes samples": "family",
         "clips, captions, frames that are given and sound are encoded, learned and decoded as on the host": "on_a_gpu",
+    }),
+    Stage("pieces-tests", "pytest -n 4 tests/attention/test_pieces_cuda.py", limit_s=35, claims={
+        "one call for all that is seen of a block of keys is as exact as a call for each tile": "as_exact",
+        "where one call and a call for each tile can be had, the quicker one is chosen": "quicker",
     }),
     Stage("sanitizer", "pytest -n 2 tests/offload/test_cuda.py -k sanitizer", limit_s=43, claims={
         "torch's CUDA sanitizer finds no race in the offload engine": "sanitizer",
@@ -124,7 +128,7 @@ STAGES = (
         "offload is faster than other offloaders": "step time of (?!full)",
         "offload has a lower peak than other offloaders": "peak of",
     }),
-    Stage(**bench("longest", "--memory-gib 8 --start 256 --seconds 60", picture=True), limit_s=80, claims={
+    Stage(**bench("longest", "--memory-gib 8 --start 256 --seconds 40", picture=True), limit_s=60, claims={
         "checkpointing trains on longer sequences than none": "of (full|selective) over that of none",
         "offload trains on longer sequences than checkpointing alone": "longest sequence of full.offload",
         "a step of Wan blocks with offload takes at most 1.02 × that without": "step time of full.offload",
