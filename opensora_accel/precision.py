@@ -18,10 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opensora_accel.wrapping import Forward, wrap_forward
 
 _CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.type_as}
+# These take operands of one type alone, where sums and products of elements take two.
+_PRODUCTS = {
+    *(torch.einsum, torch.matmul, torch.mm, torch.bmm, nn.functional.linear),
+    *(Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm),
+}
 _aten = torch.ops.aten
 _FACTORIES = {
     *(_aten.zeros, _aten.ones, _aten.empty, _aten.full, _aten.arange, _aten.linspace, _aten.rand, _aten.randn),
@@ -43,12 +49,19 @@ def widest(tensor: Tensor) -> Tensor:
 
 
 class LiftCasts(TorchFunctionMode):
-    """Within it, an fp64 tensor is never cast to a narrower floating-point type."""
+    """Within it, an fp64 tensor is never cast to a narrower floating-point type, and is multiplied by wide ones.
+
+    Mochi makes positions in fp32, and multiplies them by frequencies that it casts to fp32.
+    """
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if function in _PRODUCTS and any(
+            isinstance(each, Tensor) and each.dtype == torch.float64 for each in tree_leaves(args)
+        ):
+            return function(*tree_map_only(Tensor, widest, args), **kwargs)
         if not args or not isinstance(args[0], Tensor) or args[0].dtype != torch.float64:
             return function(*args, **kwargs)
         if function in _CASTS and not (function is Tensor.type_as and not args[1].is_floating_point()):

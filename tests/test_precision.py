@@ -103,3 +103,29 @@ def test_what_is_made_without_a_type_is_fp64_and_what_is_written_into_stays():
         assert {each.dtype for each in made} == {torch.float64}
         assert torch.zeros(3, dtype=torch.int64).dtype == torch.int64
         assert torch.zeros(3, out=out).dtype == torch.float32
+
+
+PRODUCTS = {
+    "einsum": lambda x, narrow: torch.einsum("nd,dh->nh", narrow, x),
+    "matmul": lambda x, narrow: narrow @ x,
+    "of three": lambda x, narrow: torch.einsum("nd,dh,hk->nk", narrow, x.float(), x),
+    "linear": lambda x, narrow: nn.functional.linear(narrow, x.T),
+    "mm": lambda x, narrow: narrow.mm(x.float()),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_what_was_made_in_fp32_is_multiplied_in_fp64(name):
+    """As positions are."""
+
+    class Positions(nn.Module):
+        def forward(self, x):
+            return PRODUCTS[name](x, torch.linspace(0, 1, 12, dtype=torch.float32).view(3, 4))
+
+    model, x = Positions(), torch.randn(4, 4, dtype=torch.float64)
+    undo = lift_casts(model)
+    found = model(x)
+    undo()
+    made = torch.linspace(0, 1, 12, dtype=torch.float32).view(3, 4).double()
+    assert found.dtype == torch.float64
+    assert torch.equal(found, made @ x @ x if name == "of three" else made @ x)

@@ -22,7 +22,8 @@ from opensora_accel.training.text_encoders import text_shapes
 from opensora_accel.training.tiny_run import write_clips
 from tests.test_cli import TORCHRUN, launched
 from tests.tiers import PROVE, some
-from tests.training.runs import tiny_config
+from tests.training.runs import assert_one_run, tiny_config
+from tests.training.test_loop import curve
 from tests.training.vaes import wan_vae
 
 CAPTION = "a gradient of colour number 0"
@@ -73,6 +74,18 @@ def test_a_run_goes_on_bit_by_bit(ranks, clips, tmp_path, name):
     again, found = ranks(2, trained, config, tmp_path / "run" / "checkpoints" / "step_000002")[0]
     assert again == losses[2:] and len(again) == 2
     assert all(torch.equal(found[key], weights[key]) for key in weights)
+
+
+@PROVE
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_run_is_one_on_any_mesh(ranks, clips, tmp_path, name):
+    """Losses, norms and gradients of two and of three ranks, which share a clip unevenly, are those of one."""
+    one, *others = [
+        ranks(plan.world_size, curve, config_of(name, clips, tmp_path / str(plan.world_size), plan), 2)[0]
+        for plan in (Plan(precision="fp64", **degrees) for degrees in ({}, {"ulysses": 2}, {"ring": 3}))
+    ]
+    for other in others:
+        assert_one_run(one, other)
 
 
 def load_by_peft(model, file):
