@@ -17,8 +17,12 @@ PLANS = {
 FEW = ["Cosmos 3"]
 
 
-# These models look at the numbers of their own inputs, actions and text positions, and this device has none.
-LOOKS = ("Cosmos 3, sound and action", "JoyImage-Edit, text positions")
+# These models look at the numbers of their own inputs, actions and text positions, and of these a block mask is read
+# into slices, once a mask. This device has none.
+LOOKS = (
+    *("Cosmos 3, sound and action", "JoyImage-Edit, text positions"),
+    *("AnyFlow FAR", "AnyFlow FAR, clean frames"),
+)
 ALL = [name for name in CASES if name not in LOOKS]
 OVERLAPPED = pytest.param(["Wan"], "overlapped", marks=pytest.mark.prove)
 EVERY = [pytest.param(ALL, plan, marks=pytest.mark.prove) for plan in ("both", "ulysses")]
