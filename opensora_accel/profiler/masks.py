@@ -26,7 +26,7 @@ def masks_of(
     calls: dict[str, list[tuple[int, int, MaskedAttention]]] = defaultdict(list)
     for rank, summary in zip(ranks, summaries, strict=True):
         for number in counted:
-            for each in summary[number].attention:
+            for each in summary[number].masks:
                 calls[each.mask].append((rank.run.rank, number, each))
     masks = []
     for mask, of_mask in calls.items():
@@ -57,7 +57,7 @@ def mask_imbalance(summaries: Sequence[Mapping[int, StepSummary]], counted: Sequ
 
 def pairs_of(step: StepSummary) -> tuple[int, float]:
     """A rank's pairs of all masks, and the mean of those that it shares them with."""
-    return sum(each.pairs for each in step.attention), sum(each.mean_pairs for each in step.attention)
+    return sum(each.pairs for each in step.masks), sum(each.mean_pairs for each in step.masks)
 
 
 def _of_mean(each: MaskedAttention) -> float:

@@ -88,7 +88,7 @@ class StepSummary:
     peak_bytes: int
     calls: dict[str, Calls]
     sent_to: dict[int, int]
-    attention: Sequence[MaskedAttention]
+    masks: Sequence[MaskedAttention]
 
     @property
     def seconds(self) -> float:
@@ -178,7 +178,7 @@ def summarise_step(record: StepRecord, beside_compute: Sequence[str] = ()) -> St
         peak_bytes=max((sample.device_bytes for sample in record.memory), default=0),
         calls=dict(groups),
         sent_to=dict(sent_to),
-        attention=record.attention,
+        masks=record.masks,
     )
 
 

@@ -16,7 +16,7 @@ What the numbers of a step mean:
     call    a collective, or one end of a message: from when it was started to when it was done, of which `exposed_s`
             is what compute waited for it.
     memory  live bytes by kind, whenever the sum has changed enough to be seen in a picture, and at its peak.
-    attention   what this rank computed of masks that ranks share.
+    masks   what this rank computed of masks whose pairs ranks share.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class StepRecord:
     spans: Sequence[Span] = ()
     calls: Sequence[CommunicationCall] = ()
     memory: Sequence[MemorySample] = ()
-    attention: Sequence[MaskedAttention] = ()
+    masks: Sequence[MaskedAttention] = ()
     type: Literal["step"] = "step"
 
     @property

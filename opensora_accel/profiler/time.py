@@ -107,7 +107,7 @@ class _Step:
     metrics: dict[str, Any]
     spans: list[_Open]
     transfers: list[Any]
-    attention: Sequence[MaskedAttention]
+    masks: Sequence[MaskedAttention]
     memory: Sequence[MemorySample] = ()
 
 
@@ -166,7 +166,7 @@ class profile:
         self._lock = threading.RLock()  # a save announces itself from a thread of its own
         self._waiting: deque[_Step] = deque()
         # Of the step that runs, by the mask.
-        self._attention: dict[str, MaskedAttention] = {}
+        self._masks: dict[str, MaskedAttention] = {}
         # Seconds of work and of a busy network in the steps after the first, until the ratio was reported.
         self._work_s = self._network_s = 0.0
 
@@ -222,10 +222,9 @@ class profile:
         now = self._clock.mark()
         with self._lock:
             self._close_all(now)
-            attention = list(self._attention.values())
-            transfers = self._transfers.take()
-            step = _Step(self._number, self._step_begin, now, metrics, self._spans, transfers, attention)
-            self._spans, self._attention = [], {}
+            masks, transfers = list(self._masks.values()), self._transfers.take()
+            step = _Step(self._number, self._step_begin, now, metrics, self._spans, transfers, masks)
+            self._spans, self._masks = [], {}
         was_looking = self._trace is not None or self._memory is not None
         self._end_looking(step)
         if self._counter is not None:
@@ -289,10 +288,10 @@ class profile:
             return
         mask, areas = str(shares.mask), shares.areas
         with self._lock:
-            _, calls, pairs, mean = self._attention.get(mask, MaskedAttention(mask, 0, 0, 0.0))
+            _, calls, pairs, mean = self._masks.get(mask, MaskedAttention(mask, 0, 0, 0.0))
             pairs += num_samples * areas[place]
             mean += num_samples * sum(areas) / len(areas)
-            self._attention[mask] = MaskedAttention(mask, calls + 1, pairs, mean)
+            self._masks[mask] = MaskedAttention(mask, calls + 1, pairs, mean)
 
     # ---- spans of modules
 
@@ -392,7 +391,7 @@ class profile:
                 spans,
                 calls,
                 [each._replace(time_s=within(each.time_s)) for each in step.memory],
-                step.attention,
+                step.masks,
             )
         )
 

@@ -72,7 +72,7 @@ def test_what_is_recorded_are_the_pairs_of_the_deal(ranks, tmp_path, plan, balan
     for rank in range(plan.world_size):
         run, steps = read_rank(tmp_path / f"rank_{rank:05d}.jsonl")
         place = run.coordinates.get("ring", 0)
-        first, second = ({each.mask: each for each in step.attention} for step in steps)
+        first, second = ({each.mask: each for each in step.masks} for step in steps)
         for found, numbers in ((first, {CAUSAL: 2}), (second, {CAUSAL: 1, ROWS: 1})):
             assert found.keys() == {str(mask) for mask in numbers}
             for mask, number in numbers.items():
@@ -95,7 +95,7 @@ def test_pairs_with_keys_that_all_ranks_have_are_no_share(tmp_path):
         local_attention(q, q, q, slices=AttentionSlices.packed([3, 4]))
         run.step()
     (step,) = read_rank(tmp_path / "rank_00000.jsonl")[1]
-    assert [(each.calls, each.pairs, each.mean_pairs) for each in step.attention] == [(1, 25, 25.0)]
+    assert [(each.calls, each.pairs, each.mean_pairs) for each in step.masks] == [(1, 25, 25.0)]
 
 
 def written(folder, rank, steps, attended_s=6.0):
@@ -103,7 +103,7 @@ def written(folder, rank, steps, attended_s=6.0):
     for number, attention in enumerate(steps):
         start = 10.0 * number
         spans = [Span("attention", "blocks.0.attn1", "forward", start, start + attended_s)]
-        writer.step(StepRecord(number, start, start + 10.0, {}, spans, attention=attention))
+        writer.step(StepRecord(number, start, start + 10.0, {}, spans, masks=attention))
     writer.close()
 
 

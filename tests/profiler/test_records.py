@@ -25,7 +25,7 @@ STEP = StepRecord(
     spans=[Span("attention", "blocks.0.attn1", "forward", 0.6, 0.7)],
     calls=[CommunicationCall("all-to-all", "ulysses", "ulysses", 0.6, 0.7, 0.05, 10, {2: 10})],
     memory=[MemorySample(0.5, {"parameters": 3, "block inputs on the host": 7})],
-    attention=[MaskedAttention("a causal mask", 2, 10, 8.0)],
+    masks=[MaskedAttention("a causal mask", 2, 10, 8.0)],
 )
 
 
