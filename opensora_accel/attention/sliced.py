@@ -98,7 +98,8 @@ class _Exchange:
     def __init__(self, k: Tensor, v: Tensor, mask: Tensor | None, deal: str, group_name: str):
         self.group = _resolve_process_group(group_name) if group_name else None  # type: ignore[arg-type]
         self.place = 0 if self.group is None else self.group.rank()
-        self.steps: Sequence[Step] = dealt(deal).steps(self.place)
+        self.deal = dealt(deal)
+        self.steps: Sequence[Step] = self.deal.steps(self.place)
         self._keys = (k, v, mask)
         self._message = k if mask is None else k.new_empty(0, dtype=torch.uint8)
 
@@ -132,7 +133,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """The output [B, S_q/P, H, D] in the dtype of q, and the log-sum-exp [B, H, S_q/P]."""
     exchange, rows = _Exchange(k, v, mask, deal, group), Rows(q, v.size(3), scale)
-    regions.attends(dealt(deal), exchange.place, q.size(0))
+    regions.attends(exchange.deal, exchange.place, q.size(0))
     if exchange.group is None:
         rows.add_pieces(exchange.steps[0].pieces, k, v, mask)
         return rows.result()

@@ -140,12 +140,12 @@ def _uneven_masks(run: RunAnalysis) -> Iterator[Finding]:
     lost = worst.attention_s * (1 - 1 / run.mask_imbalance)
     if lost < MIN_SHARE * run.mean_step_s:
         return
-    name = f", {run.masks[0].mask}" if run.num_masks == 1 else ""
+    of_one = f"the mask, {run.masks[0].mask}, leaves"
     yield Finding(
         "uneven mask",
-        f"the mask{'s'[: run.num_masks > 1]} leave{'s'[run.num_masks > 1 :]} rank {worst.rank} "
-        f"{run.mask_imbalance:.2f} times the mean of its ring's pairs of queries and keys{name}: the others wait for "
-        f"about {lost:.3g} s of its {worst.attention_s:.3g} s of attention",
+        f"{of_one if run.num_masks == 1 else 'masks leave'} rank {worst.rank} {run.mask_imbalance:.2f} times the mean "
+        f"of its ring's pairs of queries and keys: the others wait for about {lost:.3g} s of its "
+        f"{worst.attention_s:.3g} s of attention",
         "deal the tokens out, so that all have as many pairs: leave balanced=False out of run_packed, or in a loop of "
         "your own take the tokens of attention.slices.deal(mask, ranks); under ulysses every mask is even",
         lost / run.mean_step_s,

@@ -87,7 +87,7 @@ class CommunicationCall(NamedTuple):
 class MaskedAttention(NamedTuple):
     """Attention by the slices of one mask in a step's forward, on this rank."""
 
-    # As the mask prints itself.
+    # As the mask prints itself; those that print alike count as one.
     mask: Name
     calls: Count
     # Pairs of queries and keys that this rank computed in them, of all samples, a head.

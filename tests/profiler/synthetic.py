@@ -101,7 +101,7 @@ def write_run(
         _Step(case, ranks, ring, num_blocks, random_, slow=4.0 if step == 0 else 1.0).run()
         for rank, start, writer in zip(ranks, starts, writers, strict=True):
             metrics = {"loss": 1.5 / (1 + 0.1 * step) + random_.gauss(0, 0.01), "tokens": 18900.0}
-            attention = _attention(rank, num_blocks) if case == "uneven mask" else []
+            attention = _attention(rank, ring, num_blocks) if case == "uneven mask" else []
             writer.step(
                 StepRecord(step, start, rank.now, metrics, rank.spans, rank.calls, rank.memory, attention)
             )
@@ -110,9 +110,10 @@ def write_run(
     return folder
 
 
-def _attention(rank: Rank, num_blocks: int) -> list[MaskedAttention]:
+def _attention(rank: Rank, ring: int, num_blocks: int) -> list[MaskedAttention]:
     """A mask of which one rank has too much, and its ring's others too little."""
-    share = _UNEVEN if rank.number == BAD_RANK else (4 - _UNEVEN) / 3 if rank.number < 4 else 1.0
+    beside = (ring - _UNEVEN) / (ring - 1) if rank.number // ring == BAD_RANK // ring else 1.0
+    share = _UNEVEN if rank.number == BAD_RANK else beside
     pairs = round(share * _PAIRS * num_blocks)
     return [MaskedAttention("a causal mask", num_blocks, pairs, float(_PAIRS * num_blocks))]
 

@@ -129,7 +129,7 @@ def test_shares_worked_by_hand(tmp_path):
 
 
 def test_even_masks_and_runs_without_are_no_finding(tmp_path):
-    for name, attention in (("even", [MaskedAttention("a", 2, 21, 20.0)]), ("none", []), ("ulysses", [])):
+    for name, attention in (("even", [MaskedAttention("a", 2, 21, 20.0)]), ("none", [])):
         for rank in range(2):
             written(tmp_path / name, rank, [attention] * 2)
     assert not [each for name in ("even", "none") for each in findings_of(analyse(tmp_path / name))]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from opensora_accel.attention.kernels.base import Grads, Problem, Scores, dense_rows, is_deterministic
-from opensora_accel.attention.kernels.releases import Release, find_release
+from opensora_accel.attention.kernels.releases import Release, find_release, unfit_operands
 
 _FORWARD = frozenset({"q", "k", "v", "softmax_scale", "causal"})
 _BACKWARD = _FORWARD | {"dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic"}
@@ -54,14 +54,8 @@ class FlashAttnKernel:
     _varlen_functions = "_flash_attn"
 
     def refuses(self, problem: Problem) -> str | None:
-        if problem.device.type != "cuda":
-            return f"it runs on CUDA, the tensors are on {problem.device.type}"
-        if problem.dtype not in (torch.float16, torch.bfloat16):
-            return f"it takes fp16 or bf16, not {problem.dtype}"
-        if problem.masked:
-            return "it takes no key mask"
-        if problem.head_dim != problem.value_dim or problem.head_dim % 8 or problem.head_dim > 256:
-            return f"it needs equal head dims, a multiple of 8 up to 256, not {problem.head_dim}, {problem.value_dim}"
+        if unfit := unfit_operands(problem, 256):
+            return unfit
         return self._unfit_gpu(torch.cuda.get_device_capability(problem.device)) or self._release().problem
 
     def release(self) -> str:
@@ -79,16 +73,8 @@ class FlashAttnKernel:
         return self._found("_flash_attn", frozenset())
 
     def _found(self, functions: str, lengths: frozenset[str]) -> Release:
-        return find_release(
-            *(
-                self._module,
-                self._distributions,
-                self._remedy,
-                functions,
-                _FORWARD | lengths,
-                _BACKWARD | lengths,
-            )
-        )
+        library = self._module, self._distributions, self._remedy
+        return find_release(*library, functions, _FORWARD | lengths, _BACKWARD | lengths)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         """[B, S, H, D] → output [B, S_q, H, D], log-sum-exp [B, H, S_q]."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from opensora_accel.attention.kernels.base import Grads, Problem, Scores, dense_rows, is_deterministic
-from opensora_accel.attention.kernels.releases import Release, find_release
+from opensora_accel.attention.kernels.releases import Release, find_release, unfit_operands
 from opensora_accel.attention.slices import Kind, PieceFacts, Pieces
 
 _KINDS: dict[Kind, int] = {"full": 0, "causal": 1, "inverse causal": 2, "band": 3}
@@ -45,14 +45,8 @@ class MagiKernel:
     name = "MagiAttention"
 
     def refuses(self, problem: Problem, facts: PieceFacts) -> str | None:
-        if problem.device.type != "cuda":
-            return f"it runs on CUDA, the tensors are on {problem.device.type}"
-        if problem.dtype not in (torch.float16, torch.bfloat16):
-            return f"it takes fp16 or bf16, not {problem.dtype}"
-        if problem.masked:
-            return "it takes no key mask"
-        if problem.head_dim != problem.value_dim or problem.head_dim % 8 or problem.head_dim > 128:
-            return f"it needs equal head dims, a multiple of 8 up to 128, not {problem.head_dim}, {problem.value_dim}"
+        if unfit := unfit_operands(problem, 128):
+            return unfit
         if torch.cuda.get_device_capability(problem.device) != (9, 0):
             return "it runs on Hopper"
         return self._release().problem

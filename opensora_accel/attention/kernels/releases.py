@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
+
+from opensora_accel.attention.kernels.base import Problem
+
 # Parameters of what is not asked for: packed samples, caches, sinks, 8-bit numbers. They are None.
 _ABSENT = """
 alibi_slopes rng_state k_new v_new qv out cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k sequed_q
@@ -79,6 +83,20 @@ class Function:
         """What it calls a parameter of ours."""
         alias = _ALIASES.get(name)
         return alias if alias in self.parameters and name not in self.parameters else name
+
+
+def unfit_operands(problem: Problem, most_head_dim: int) -> str | None:
+    """Why none of these libraries takes the tensors, whatever the GPU."""
+    if problem.device.type != "cuda":
+        return f"it runs on CUDA, the tensors are on {problem.device.type}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes fp16 or bf16, not {problem.dtype}"
+    if problem.masked:
+        return "it takes no key mask"
+    dims = problem.head_dim, problem.value_dim
+    if dims[0] != dims[1] or dims[0] % 8 or dims[0] > most_head_dim:
+        return f"it needs equal head dims, a multiple of 8 up to {most_head_dim}, not {dims[0]}, {dims[1]}"
+    return None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ there (a causal mask ends in the corner of the last query and key), and hopper/f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -251,15 +252,14 @@ def _rows(tensor: Tensor) -> Tensor:
 def _calls(pieces: Pieces, q: Tensor) -> list[tuple[bool, Samples]]:
     """Whether each call is causal, and its samples on the device of q [B, S_q, H, D]; the first always has pieces."""
     kinds: list[Kind] = ["full", "causal"]
-    return [
-        (kind == "causal", pieces.kept(("varlen", kind, q.size(0), q.device), _maker(pieces, kind, q)))
-        for kind in kinds
-        if kind in pieces.facts.kinds
-    ]
-
-
-def _maker(pieces: Pieces, kind: Kind, q: Tensor) -> Callable[[], Samples]:
-    return lambda: samples_of(pieces, kind, q.size(0), q.device)
+    calls = []
+    for kind in kinds:
+        if kind in pieces.facts.kinds:
+            what = (kind, q.size(0), q.device)
+            calls.append(
+                (kind == "causal", pieces.kept(("varlen", *what), partial(samples_of, pieces, *what)))
+            )
+    return calls
 
 
 def samples_of(pieces: Pieces, kind: Kind, batch: int, device: torch.device) -> Samples:
