@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from opensora_accel.training.buckets import Bucket
-from opensora_accel.training.sampler import Key, Portion, Stream
+from opensora_accel.training.sampler import Key, Portion, VideoStream
 from shardformer import blocks_of
 
 
@@ -159,7 +159,7 @@ class RowSampler(Sampler[list[Key]]):
         self.position = 0
         self._bucket_of = {video: portion.bucket for portion in portions for video in portion.videos}
         videos = sorted(video for portion in portions for video in portion.videos)
-        self._stream = Stream(videos, seed, "order of rows")
+        self._stream = VideoStream(videos, seed, "order of rows")
         self._tokens, self._cost, self._capacity = tokens, cost, capacity
         self._num_rows, self._substitute = num_rows, substitute
         # Which of a step's rows are this data rank's.

@@ -30,7 +30,7 @@ class Portion:
     batch_size: int
 
 
-class Stream:
+class VideoStream:
     """Videos without end: every epoch is a permutation of them that follows from the seed.
 
     Args:
@@ -82,7 +82,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         self._substitute = substitute or (lambda video_index: video_index)
         of_one = len(portions) == 1
         self._streams = {
-            each.bucket: Stream(each.videos, seed, "order" if of_one else f"order of {each.bucket}")
+            each.bucket: VideoStream(each.videos, seed, "order" if of_one else f"order of {each.bucket}")
             for each in portions
         }
 
