@@ -65,7 +65,8 @@ def die():
 def die_after(config, rank, num_batches, delay_s):
     """The rank is killed so long after it began its n-th batch."""
     trainer = Trainer(config)
-    loss, begun = trainer.objective.loss, []
+    name = "loss_of_row" if config.data.packed_tokens else "loss"
+    loss, begun = getattr(trainer.objective, name), []
 
     def timed(batch):
         begun.append(batch)
@@ -73,7 +74,7 @@ def die_after(config, rank, num_batches, delay_s):
             threading.Timer(delay_s, die).start()
         return loss(batch)
 
-    trainer.objective.loss = timed
+    setattr(trainer.objective, name, timed)
     trainer.train()
 
 

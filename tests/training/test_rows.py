@@ -18,10 +18,12 @@ from opensora_accel.training.rows import Cost, fill_rows, fullest_row
 from opensora_accel.training.samples import write_video
 from opensora_accel.training.sections import DataConfig
 from opensora_accel.training.video import probe, read_clip
+from opensora_accel.verify.pool import RankError
 from tests.models import wan, wan_inputs
 from tests.tiers import PROVE, some
 from tests.training.runs import assert_one_run, tiny_config
 from tests.training.test_families import config_of, trained, whole
+from tests.training.test_faults import die_after, go_on
 
 BUCKETS = ["1x24x40", "5x24x40", "9x24x40", "5x40x24"]
 # Of 15, 75, 135 and 75 tokens of Wan's.
@@ -366,21 +368,31 @@ def bunny_of_three_lengths(folder):
     return folder
 
 
-@PROVE
-@pytest.mark.skipif(not BUNNY.is_dir(), reason="its clips are not there: make data/bunny/metadata.jsonl")
-def test_bunny_in_rows_for_a_hundred_steps(tmp_path, parallel_registry):
-    """Every sample's loss is that of a call of its own, step by step; how much of a padded batch would be padding."""
-    from opensora_accel.training.loop import Trainer
-
-    folder = bunny_of_three_lengths(tmp_path / "clips")
+def bunny_config(folder, output, plan, **changes):
+    """Rows of them, for a hundred steps."""
     data = {
         "buckets": ["2x32x56", "3x32x56", "5x32x56"],
         "frame_stride": 8,
         "batch_size": 2,
         "packed_tokens": 560,
     }
-    changes = {"data": {"folder": str(folder), **data}, "text.length": 48, "steps": 100}
-    trainer = Trainer(tiny_config(folder, tmp_path / "run", Plan(precision="fp64"), **changes))
+    changes = {"data": {"folder": str(folder), **data}, "text.length": 48, "steps": 100} | changes
+    return tiny_config(folder, output, plan, **changes)
+
+
+BUNNY_IS_THERE = pytest.mark.skipif(
+    not BUNNY.is_dir(), reason="its clips are not there: make data/bunny/metadata.jsonl"
+)
+
+
+@PROVE
+@BUNNY_IS_THERE
+def test_bunny_in_rows_for_a_hundred_steps(tmp_path, parallel_registry):
+    """Every sample's loss is that of a call of its own, step by step; how much of a padded batch would be padding."""
+    from opensora_accel.training.loop import Trainer
+
+    folder = bunny_of_three_lengths(tmp_path / "clips")
+    trainer = Trainer(bunny_config(folder, tmp_path / "run", Plan(precision="fp64")))
     objective, of_row, worst, shapes = trainer.objective, trainer.objective.loss_of_row, 0.0, []
 
     def beside(row):
@@ -401,3 +413,21 @@ def test_bunny_in_rows_for_a_hundred_steps(tmp_path, parallel_registry):
         f"worst {worst:.1e}, padding of batches {padding:.2f}, of rows 0; loss {losses[0]:.3f} → {losses[-1]:.3f}"
     )
     assert {size for step in steps for size in step} == {56, 84, 140} and padding > 0.2
+
+
+@PROVE
+@BUNNY_IS_THERE
+@pytest.mark.faults
+def test_bunny_in_rows_killed_and_gone_on(ranks, tmp_path):
+    """Rank 1 is killed in its 57th row, of two a step, and the run goes on to the bits of one that nobody killed."""
+    folder = bunny_of_three_lengths(tmp_path / "clips")
+    undisturbed, killed = (
+        bunny_config(folder, tmp_path / name, Plan(ulysses=2), save_every=20, timeout_s=60.0)
+        for name in ("undisturbed", "killed")
+    )
+    (_, whole), _ = ranks(2, go_on, undisturbed)
+    with pytest.raises(RankError, match="rank 1"):
+        ranks(2, die_after, killed, 1, 57, 0.0)
+    for start, held in ranks(2, go_on, killed):
+        assert start == 20
+        assert held.keys() == whole.keys() and all(torch.equal(held[key], whole[key]) for key in whole)

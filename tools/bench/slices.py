@@ -243,7 +243,7 @@ def in_order(world: World, mask: AttentionSlices) -> Tensor:
 CASES: dict[str, tuple[Callable[[World, int], Case], int, int]] = {
     "packed": (packed, 2, 1),
     "block causal": (block_causal, 2, 1),
-    "block causal, alone": (on_one_rank, 1, 2),
+    "block causal, alone": (on_one_rank, 1, 4),
 }
 
 
@@ -341,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.make_parser("slices", __doc__, rounds=7)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="default: both")
     parser.add_argument(
-        "--tokens", type=int, default=4200, help="of the sequences that are timed (default: 4200)"
+        "--tokens", type=int, default=8400, help="of the sequences that are timed (default: 8400)"
     )
     arguments = sys.argv[1:] if arguments is None else arguments
     # Also on a machine with GPUs.
