@@ -50,7 +50,7 @@ def casts_lifted(halves: dict[str, None]) -> Iterator[None]:
         yield
 
 
-def prepare_model(model: nn.Module) -> list[str]:
+def prepare_model(model: nn.Module, *, keeps_dropout: bool = False) -> list[str]:
     """Makes the model fit for a proof in fp64, and returns what was changed, in sentences.
 
     Its parameters become fp64, its dropouts 0. A parameter with one value throughout gets others: behind a gate of 0
@@ -59,7 +59,8 @@ def prepare_model(model: nn.Module) -> list[str]:
     notes = []
     model._apply(widest)
     # All kinds of dropout, of any number of dimensions.
-    dropouts = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
+    is_dropout = nn.modules.dropout._DropoutNd
+    dropouts = [m for m in model.modules() if isinstance(m, is_dropout) and m.p > 0 and not keeps_dropout]
     for dropout in dropouts:
         dropout.p = 0.0
     if dropouts:

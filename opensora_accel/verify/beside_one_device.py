@@ -4,7 +4,8 @@ A parallel step is right where its gradients are those of one device, whatever i
 asks the step itself: it runs on small meshes of gloo processes and on one process, in fp64, where right and wrong are
 1e-13 and 1e-8 apart, with the same weights and samples. Everything else is to name what is wrong:
 
-    1. one device      every data rank's batch in turn; their mean gradient is what is right
+    1. one device      every data rank's batch in turn; their mean gradient is what is right, if backward is the
+                       derivative of its own forward (`derivatives`)
     2. every mesh      what each rank found: gradients, weights, inputs, what it returned
     3. diagnose        a factor or a sum that makes all meshes right?
     4. look closer     only at what that leaves unexplained, on the smallest wrong mesh: which module's forward is
@@ -26,6 +27,7 @@ from opensora_accel import parallel_states
 from opensora_accel.observe import MeshShape, ModelFn, Run, Step, meshes_of
 from opensora_accel.plan import Plan
 from opensora_accel.verify.causes import Origin, list_names
+from opensora_accel.verify.derivatives import PATCHED, Derivatives, causes_on_one_device, check_derivatives
 from opensora_accel.verify.diagnose import (
     diagnose,
     find_slices,
@@ -43,7 +45,7 @@ from opensora_accel.verify.results import (
     find_origin,
     wrong_shapes,
 )
-from opensora_accel.verify.run_step import Observation, observe
+from opensora_accel.verify.run_step import Observation, Probe, observe
 
 # How long the other ranks may take to notice that one of them failed.
 _GRACE_S = 5.0
@@ -134,6 +136,7 @@ def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int
     say("one device", 0, total)
     # Before anything parallel: what a step patches in its process would reach the single device too.
     expected = [runner.on_one_device(shape) for shape in shapes]
+    derivatives = runner.derivatives(shapes[0])
     meshes: list[MeshResult] = []
     for shape, right in zip(shapes, expected, strict=True):
         say(str(shape), len(meshes), total)
@@ -157,7 +160,10 @@ def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int
                 right, ranks = smallest.expected, range(smallest.shape.world_size)
                 alone = [runner.on_mesh(smallest.shape, right, only_rank=rank) for rank in ranks]
                 shares = fit_shares(results, fits, smallest, alone)
-    causes = diagnose(results, fits, origin=origin, shares=shares)
+    causes = [
+        *causes_on_one_device(derivatives, results),
+        *diagnose(results, fits, origin=origin, shares=shares),
+    ]
     # A right step may be right only because it was seeded here as it should be: does another seed change the gradients
     # of ranks that share a sample?
     shared = [mesh for mesh in meshes if mesh.shape.world_size > mesh.shape.data_size]
@@ -171,7 +177,7 @@ def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int
         if is_same and all(each.is_right for each in other.parameters().values()):
             drawn = {}
     say("done", total, total)
-    return Report(results, causes, time.perf_counter() - started, () if causes else tuple(drawn))
+    return Report(results, causes, time.perf_counter() - started, derivatives, () if causes else tuple(drawn))
 
 
 class _Runner:
@@ -213,6 +219,21 @@ class _Runner:
                 'returned: {"loss": loss, "gradients": {name: tensor}}'
             )
         return expected
+
+    def derivatives(self, shape: MeshShape) -> Derivatives:
+        """Whether the single device's backward is the derivative of its forward."""
+        options = {"one_batch": self._reference == "whole"}
+        arguments = self._step, self._model_fn, shape.alone, self._num_turns(shape), self._seed, options
+        found: Derivatives
+        try:
+            (found,) = self._pool(1, _derive, *arguments)
+        except RankError as error:
+            self._pool.renew()
+            last = error.errors[0].strip().splitlines()[-1]
+            return Derivatives(reason=f"the step does not run as often as that: {last}")
+        if found.reason == PATCHED:
+            self._pool.renew()
+        return found
 
     def on_mesh(self, shape: MeshShape, expected: Expected, **options: Any) -> MeshResult:
         """Every rank's observation, or the errors of those that failed; for `options` see `_observe`."""
@@ -257,6 +278,26 @@ class _Runner:
         if any(each.leaves_patches for rank in observations for each in rank):
             self._pool.renew()
         return observations
+
+
+def _derive(
+    step: Step,
+    model_fn: ModelFn | None,
+    shape: MeshShape,
+    num_turns: int,
+    seed: int,
+    options: dict[str, Any],
+) -> Derivatives:
+    """In a process of the pool: of the first turn, with its dropouts, which no mesh could draw alike."""
+    run = Run(shape, 0, 0, num_turns, is_reference=True)
+
+    def observe_turn(*probes: Probe) -> Observation:
+        try:
+            return observe(step, model_fn, run, seed, keeps_dropout=True, probes=probes, **options)
+        finally:
+            parallel_states.reset()
+
+    return check_derivatives(observe_turn)
 
 
 def _observe(

@@ -27,7 +27,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import SequenceKey, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from opensora_accel.observe import PART_AXIS_NAMES, MeshShape, subsets
 from opensora_accel.precision import widest
@@ -143,7 +143,11 @@ def map_tensors(name: str, value: Any, function: Callable[[str, Tensor], Tensor]
                 changed[key] = item
         return changed
 
-    leaves, structure = tree_flatten_with_path(value)
+    try:
+        leaves, structure = tree_flatten_with_path(value)
+    except ValueError:  # a type that is registered without names of what is in it, as diffusers' outputs are
+        plain_leaves, structure = tree_flatten(value)
+        leaves = [((SequenceKey(place),), leaf) for place, leaf in enumerate(plain_leaves)]
     mapped = [map_leaf(name + keystr(path), leaf) for path, leaf in leaves]
     if all(new is old for new, (_, old) in zip(mapped, leaves, strict=True)):
         return value

@@ -5,24 +5,28 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from xml.etree import ElementTree
 
 import torch
 
 from opensora_accel.verify.causes import Cause, join_words, list_names
+from opensora_accel.verify.derivatives import Derivatives
 from opensora_accel.verify.fit import Samples, magnitude
 from opensora_accel.verify.results import MeshResult, Results
 
 # What may be wrong beside gradients, by the kind of cause, in words for the verdict.
 _BESIDE_GRADIENTS = {
+    "forward": "the model computes something else without gradients",
     "inputs": "the samples that ranks were given do not prove the average between them",
     "clipping": "not what is left of it after clipping",
     "optimizer": "the optimizer does not train them all",
     "outside": "not all that is trained was compared",
     "result": "not what the step returns or hands upstream",
 }
+# From here on a common factor is told.
+_SCALED = 1e-6
 # Colours of a terminal, and characters that XML 1.0 has not.
 _NOT_XML = re.compile(r"(\x1b\[[0-9;]*m)|[^\t\n\r\x20-\ud7ff\ue000-\ufffd]")
 
@@ -34,6 +38,7 @@ class Report:
     all_results: Results
     causes: Sequence[Cause]
     seconds: float
+    derivatives: Derivatives = field(default_factory=Derivatives)  # of the single device
     unproven_seeds: Sequence[str] = ()  # default generators whose seed counts, which the step left to others
 
     @property
@@ -79,7 +84,21 @@ class Report:
                 f"{len(lifted)} casts to half precision were lifted, and what they round in training is not proven: "
                 f"{list_names(lifted)}"
             )
-        idle = [name for name, gradient in expected.gradients.items() if gradient is None]
+        if self.derivatives.stops and not self.derivatives.cut_off:
+            notes.append(
+                "the loss also depends on parameters by way of what is taken out of the graph, and was held constant: "
+                f"{list_names(self.derivatives.stops)}"
+            )
+        if abs(self.derivatives.factor - 1) > _SCALED:
+            notes.append(
+                f"on one device gradients are {self.derivatives.factor:.6g} times those of what was backwarded, as the "
+                "step leaves them"
+            )
+        idle = [
+            name
+            for name, gradient in expected.gradients.items()
+            if gradient is None and name not in self.derivatives.cut_off
+        ]
         if idle:
             notes.append(f"{len(idle)} parameters take no part in the loss ({list_names(idle)})")
         return notes
@@ -110,6 +129,8 @@ class Report:
                 f"the step fails on {num_failed} of {len(self.results)} meshes; on the others the gradients are those "
                 "of a single device"
             )
+        if kinds & {"derivative"}:
+            return "the gradients are NOT those of the loss, on one device already"
         # Any other kind is one of gradients, or makes their comparison pointless.
         if not kinds <= set(_BESIDE_GRADIENTS):
             return "the gradients are NOT those of a single device"
@@ -123,6 +144,9 @@ class Report:
         ]
         # One line for every mesh, its figures in a column.
         width = max(len(str(mesh.shape)) for mesh in self.results)
+        if self.derivatives.slopes or self.derivatives.reason:
+            mark = "·" if self.derivatives.reason else "✗" if self.derivatives.causes_doubt else "✓"
+            lines.append(f"  {mark} {'one device':{width}}  {self.derivatives}")
         for mesh in self.results:
             mark = "✓" if self.all_results.is_right(mesh) else "✗"
             lines.append(f"  {mark} {mesh.shape!s:{width}}  {_describe(mesh)}")
@@ -139,6 +163,11 @@ class Report:
             "ok": self.ok,
             "compared": self.has_compared,
             "verdict": self.verdict(),
+            "one_device": {
+                "text": str(self.derivatives),
+                "error": self.derivatives.error,
+                "directions": len(self.derivatives.slopes),
+            },
             "seeded": list(self.unproven_seeds),
             "seconds": self.seconds,
             "findings": [cause.to_dict() for cause in self.causes],

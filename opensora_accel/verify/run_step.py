@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -69,6 +69,8 @@ class Observation:
     # Digests of the parameters, and of this rank's shards of those that are sharded.
     weights: dict[str, str] = field(default_factory=dict)
     shards: dict[str, str] = field(default_factory=dict)
+    # What was backwarded, up to the first optimizer step, on the single device; None where nothing was.
+    loss: float | None = None
     # Parameters themselves: on the single device all, on a rank those of which it has made itself a slice.
     values: dict[str, Tensor] = field(default_factory=dict)
     # Tensors that the model's forward was given, every call's up to the first optimizer step, and their gradients.
@@ -92,11 +94,33 @@ class Observation:
     notes: list[str] = field(default_factory=list)
 
 
+class Probe:
+    """What else looks at a step, or changes it, beside the observer; by default it does nothing."""
+
+    def around(self) -> AbstractContextManager[Any]:
+        """The step runs within it."""
+        return nullcontext()
+
+    def watch(self, model: nn.Module) -> Callable[[], None]:
+        """The model is there; returns what is to be called when the step has ended."""
+        return lambda: None
+
+    def before_first_forward(self, model: nn.Module) -> None:
+        """The step has wrapped the model, given it weights, and calls it."""
+
+
 class Observer:
     """Watches a model while the step runs. `output_weight` multiplies the gradient that enters its outputs."""
 
-    def __init__(self, run: Run, output_weight: float | None = None, is_traced: bool = False):
+    def __init__(
+        self,
+        run: Run,
+        output_weight: float | None = None,
+        is_traced: bool = False,
+        probes: Sequence[Probe] = (),
+    ):
         self.observation = Observation()
+        self._probes = probes
         self._run, self._output_weight, self._is_traced = run, output_weight, is_traced
         self._model: nn.Module | None = None
         self._modules: dict[nn.Module, None] = {}
@@ -115,7 +139,9 @@ class Observer:
             hooks.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
             hooks.enter_context(before_clipping(self._before_clipping))
             self._fsdp1_modules = hooks.enter_context(fsdp1_modules())
-            reached = hooks.enter_context(reached_parameters()) if self._run.is_reference else {}
+            reached: dict[int, nn.Parameter] = {}
+            if self._run.is_reference:
+                reached = hooks.enter_context(reached_parameters(self._note_loss))
             yield
             self.capture()
             assert self._model is not None
@@ -131,6 +157,10 @@ class Observer:
         # A step may copy its model (an EMA, a teacher), with the hooks that it has here. They know the copy by its
         # modules, and let it alone.
         return self
+
+    def _note_loss(self, value: float) -> None:
+        if self._captured_at is None:
+            self.observation.loss = (self.observation.loss or 0.0) + value
 
     def watch(self, model: nn.Module) -> None:
         """Compares this model's gradients.
@@ -148,6 +178,8 @@ class Observer:
         if self._output_weight is not None:
             self._hooks.callback(model.register_forward_hook(self._weigh_output).remove)
         self._modules = dict.fromkeys(model.modules())
+        for probe in self._probes:
+            self._hooks.callback(probe.watch(model))
         if self._is_traced:
             for name, module in named_modules(model):
                 hook = module.register_forward_hook(partial(self._note_call, name), with_kwargs=True)
@@ -184,10 +216,14 @@ class Observer:
         # torch.func puts tensors of its own in the place of parameters.
         if not self._has_seen_weights and not is_transformed():
             self._has_seen_weights = True
+            for probe in self._probes:
+                with torch._C.DisableTorchFunction(), torch.no_grad():
+                    probe.before_first_forward(module)
             # Before the step has trained anything, and after the loop has wrapped and broadcast.
-            for name, parameter in named_parameters(module):
-                if not isinstance(parameter, DTensor):
-                    self.observation.weights[name] = digest(parameter)
+            with torch._C.DisableTorchFunction():  # which is none of the step's own
+                for name, parameter in named_parameters(module):
+                    if not isinstance(parameter, DTensor):
+                        self.observation.weights[name] = digest(parameter)
         names = list(inspect.signature(module.forward).parameters)
         names += [f"argument {i}" for i in range(len(names), len(args))]
         seen = [map_tensors(name, value, self._see_tensor) for name, value in zip(names, args, strict=False)]
@@ -344,6 +380,8 @@ def observe(
     output_weight: float | None = None,
     is_traced: bool = False,
     is_reseeded: bool = False,
+    keeps_dropout: bool = False,
+    probes: Sequence[Probe] = (),
 ) -> Observation:
     """Builds the model, runs the step once and returns what it did. Collective on the ranks of `run`.
 
@@ -354,7 +392,7 @@ def observe(
         ValueError: the step watches no model, or returns what is no number. What the step itself raises passes
             through.
     """
-    observer = Observer(run, output_weight, is_traced)
+    observer = Observer(run, output_weight, is_traced, probes)
     observation, run = observer.observation, dataclasses.replace(run, watch=observer.watch)
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -367,18 +405,19 @@ def observe(
                 model = call_to_its_end("model_fn()", model_fn)
                 if not isinstance(model, nn.Module):
                     raise ValueError(f"model_fn() returned {type(model).__name__}; return a torch.nn.Module")
-                observation.notes += prepare_model(model)
+                observation.notes += prepare_model(model, keeps_dropout=keeps_dropout)
             definitions = Definitions(model, step)
             own_seed = run.world_size + run.rank if is_reseeded else 0 if one_batch else run.data_rank
             seed_generators(seed + 1 + own_seed)
             if model is not None:
                 observer.watch(model)
-            with (
-                launcher_environment(run),
-                accelerator_stand_ins(),
-                without_loss_scaling(),
-                casts_lifted(observation.lifted),
-            ):
+            with ExitStack() as around:
+                around.enter_context(launcher_environment(run))
+                around.enter_context(accelerator_stand_ins())
+                around.enter_context(without_loss_scaling())
+                around.enter_context(casts_lifted(observation.lifted))
+                for probe in probes:
+                    around.enter_context(probe.around())
                 arguments = (run,) if model is None else (model, run)
                 returned = call_to_its_end(f"step({'model, ' * (model is not None)}run)", step, *arguments)
             # While the step's own patches stand and the verifier's are undone.

@@ -115,13 +115,26 @@ def held_back_by_fsdp2(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 @contextlib.contextmanager
-def reached_parameters() -> Iterator[dict[int, nn.Parameter]]:
-    """The parameters at the leaves of every graph that a backward within it runs through, by id."""
+def reached_parameters(note_loss: Callable[[float], None]) -> Iterator[dict[int, nn.Parameter]]:
+    """The parameters at the leaves of every graph that a backward within it runs through, by id.
+
+    Args:
+        note_loss: is called with what is backwarded, as one number whose gradient it is.
+    """
     backward = torch.autograd.backward
     reached: dict[int, nn.Parameter] = {}
 
     def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        # Within backward it is part of another one: a checkpoint's.
+        if torch._C._current_graph_task_id() == -1:
+            weights = args[0] if args else kwargs.get("grad_tensors")
+            weights = (
+                [weights] * len(given) if weights is None or isinstance(weights, Tensor) else list(weights)
+            )
+            for tensor, weight in zip(given, weights, strict=True):
+                value = tensor.detach() if weight is None else tensor.detach() * weight.detach()
+                note_loss(float(value.real.double().sum()))
         # Before backward runs: it frees the graph.
         ahead: list[Any] = [tensor.grad_fn for tensor in given if tensor.grad_fn is not None]
         seen = set(ahead)
