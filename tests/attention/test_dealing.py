@@ -113,9 +113,28 @@ def test_every_token_is_held_once_and_its_pairs_are_counted(name, num_ranks):
             assert set(part.any(0).nonzero().flatten().tolist()) == set(needed)
 
 
+@pytest.mark.parametrize(("num_ranks", "ulysses"), [(1, 1), (3, 1), (2, 2), (4, 2)])
+def test_keys_behind_those_of_the_tokens_stay_with_their_ranks(num_ranks, ulysses):
+    """A cache's: each rank has some, the first one less, and of ranks that exchange heads each has its own."""
+    seen = torch.rand(20, 31, generator=torch.Generator().manual_seed(5)) < 0.6
+    more = torch.arange(20, 31).tensor_split(num_ranks)[::-1]
+    more_keys = tuple((range(int(each[0]), int(each[-1]) + 1),) for each in more)
+    found = deal(AttentionSlices.from_dense(seen), num_ranks, ulysses=ulysses, more_keys=more_keys)
+    held = [torch.cat([found.positions(rank), more[rank]]) for rank in range(num_ranks)]
+    assert found.kv_splits == tuple(map(len, held))
+    assert sorted(found.order().tolist()) == list(range(20)) and sum(found.areas) == seen.sum()
+    ring = found.merged(ulysses)
+    for rank, owner in itertools.product(range(num_ranks // ulysses), repeat=2):
+        rows, keys = ring.positions(rank), torch.cat(held[owner * ulysses : (owner + 1) * ulysses])
+        again = AttentionSlices(len(rows), len(keys), tuple(ring.seen(rank, owner)))
+        assert torch.equal(again.dense(), seen[rows][:, keys])
+
+
 def test_queries_and_keys_of_other_tokens_are_not_dealt():
     with pytest.raises(ValueError, match="got 4 queries and 6 keys"):
         deal(AttentionSlices.full(4, 6), 2)
+    with pytest.raises(ValueError, match="got 4 queries and 5 keys"):
+        deal(AttentionSlices.full(4, 6), 2, more_keys=((range(4, 5),), ()))
 
 
 def traffic(name, held):

@@ -193,6 +193,11 @@ class Deal:
         shared._made[num_ranks] = self
         return shared
 
+    def with_keys(self, more_keys: Runs) -> Deal:
+        """With further keys, which are no tokens of the sequence, behind those of each rank's tokens."""
+        both = zip(self.kv_runs or self.runs, more_keys, strict=True)
+        return Deal(self.mask, self.runs, tuple((*own, *more) for own, more in both))
+
     def with_text(self, splits: Sequence[int], kv_splits: Sequence[int], *, is_first: bool) -> Deal:
         """With each rank's share of text, before its tokens or behind them, as the mask has the whole text.
 
@@ -319,6 +324,7 @@ def deal(
     ulysses: int = 1,
     within: float = 0.05,
     tokens: range | None = None,
+    more_keys: Runs | None = None,
 ) -> Deal:
     """Deals out the tokens of a mask.
 
@@ -327,6 +333,7 @@ def deal(
         ulysses: how many neighbouring ranks exchange heads (`usp_attention`). Each of them attends over the tokens of
             all, so these are dealt to them as to one rank, and cut in order between them.
         tokens: those that are dealt out, by default all. The others are text that all ranks hold (`joint_attention`).
+        more_keys: of a mask that has keys behind those of its tokens, as a cache holds them, every rank's.
         within: how much more than the mean a rank may have to compute. Where no number of chunks reaches it, the one
             that comes nearest is taken, and no rank has more than the mean and the largest chunk.
 
@@ -335,13 +342,22 @@ def deal(
     """
     if num_ranks % ulysses:
         raise ValueError(f"{ulysses} ranks that exchange heads do not divide {num_ranks} ranks")
-    if ulysses > 1:
-        return deal(mask, num_ranks // ulysses, within=within, tokens=tokens).shared(ulysses)
-    if mask.num_queries != mask.num_keys:
+    num_more = sum(_sizes(more_keys or ()))
+    if mask.num_queries + num_more != mask.num_keys:
         raise ValueError(
             f"tokens are dealt out with their keys, of which there must be as many; got {mask.num_queries} queries and "
-            f"{mask.num_keys} keys"
+            f"{mask.num_keys - num_more} keys"
         )
+    dealt = _deal_queries(mask, num_ranks, ulysses, within, tokens)
+    return dealt if more_keys is None else dealt.with_keys(more_keys)
+
+
+def _deal_queries(
+    mask: AttentionSlices, num_ranks: int, ulysses: int, within: float, tokens: range | None
+) -> Deal:
+    """The tokens as queries: who holds what of the mask's further keys is not said yet."""
+    if ulysses > 1:
+        return _deal_queries(mask, num_ranks // ulysses, 1, within, tokens).shared(ulysses)
     tokens = range(mask.num_queries) if tokens is None else tokens
     best: Deal | None = None
     chunks_of_rank = 1
