@@ -159,13 +159,15 @@ def _self_attention(
     def attention(
         q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Lengths | None, causal: bool, scale: float | None
     ) -> Tensor:
-        """q, k, v: [B, S/P, H, D] → [B, S/P, H, D]."""
+        """q: [B, S/P, H, D]; k, v: the same, with further keys behind those of the tokens where slices say so."""
         splits = tokens.state.splits
         # Shares are known from the forward's first split, so attention exchanges no sizes.
         options = {"scale": scale, "splits": splits, "kv_splits": splits}
         if slices_between(tokens, packed, name) is not None:
             refuse_masks(name, tokens, mask, causal)
-            return kernels.spread(q, k, v, slices=tokens.state.deal, **options)
+            dealt = tokens.state.deal
+            assert dealt is not None
+            return kernels.spread(q, k, v, slices=dealt, **options | {"kv_splits": dealt.kv_splits})
         if mask is None:
             return kernels.spread(q, k, v, causal=causal, **options)
         if causal:

@@ -91,18 +91,30 @@ def _read_block_mask(spread: Spread, entry: BlockMask) -> None:
     # A model keeps its mask from forward to forward, and every layer has the same.
     known: WeakKeyDictionary[object, slices.AttentionSlices] = WeakKeyDictionary()
 
-    def read(block_mask: Any, num_tokens: int, what: str) -> slices.AttentionSlices | None:
-        if block_mask is None:
-            return None
+    def read(block_mask: Any, num_queries: int, num_keys: int, what: str) -> slices.AttentionSlices:
         if not hasattr(block_mask, "mask_mod"):
             raise ValueError(
                 f"{what} is a {type(block_mask).__name__}, and self-attention over ranks goes by a block mask of flex "
                 "attention: pass one, or leave the mask to the model"
             )
         seen = known.get(block_mask)
-        if seen is None or seen.num_queries != num_tokens:
-            seen = known[block_mask] = slices.AttentionSlices.from_block_mask(block_mask, num_tokens)
+        if seen is None or (seen.num_queries, seen.num_keys) != (num_queries, num_keys):
+            seen = slices.AttentionSlices.from_block_mask(block_mask, num_queries, num_keys)
+            known[block_mask] = seen
         return seen
+
+    def told_by(arguments: Arguments, name: str) -> streams.Packed | None:
+        block_mask, stream = arguments.get(entry.argument), entry.tokens
+        if block_mask is None:
+            return None
+        what, num_tokens = f"{name}'s {entry.argument}", arguments[stream].size(1)
+        if entry.buffers is None:
+            seen, more_keys = read(block_mask, num_tokens, num_tokens, what), None
+        else:
+            at = entry.buffers(tokens, arguments, name)
+            whole = read(block_mask, at.num_queries, at.num_keys, what)
+            seen, more_keys = streams.laid_out(whole, at)
+        return streams.Packed({}, {stream: seen}, stream, block_mask=block_mask, more_keys=more_keys)
 
     def change(arguments: Arguments, name: str) -> None:
         block_mask, told = arguments.get(entry.argument), tokens.state.packed
@@ -110,19 +122,15 @@ def _read_block_mask(spread: Spread, entry: BlockMask) -> None:
             return  # a checkpoint of the model's own runs the block again, or the model makes no mask
         if told is not None and block_mask is not None:
             raise ValueError(f"{name} has a mask of its own ({entry.argument}); leave run_packed out")
-        what, num_tokens = f"{name}'s {entry.argument}", arguments[entry.tokens].size(1)
-        seen = _same_on_all(tokens, what, lambda: read(block_mask, num_tokens, what))
-        if seen is not None:
-            tokens.state.packed = streams.Packed(
-                {}, {entry.tokens: seen}, entry.tokens, block_mask=block_mask
-            )
+        what = f"{name}'s {entry.argument}"
+        tokens.state.packed = _same_on_all(tokens, what, lambda: told_by(arguments, name))
 
     spread.change_arguments(entry.module, f"{entry.argument} {entry.tokens}", change)
 
 
 def _same_on_all(
-    tokens: Tokens, what: str, read: Callable[[], slices.AttentionSlices | None]
-) -> slices.AttentionSlices | None:
+    tokens: Tokens, what: str, read: Callable[[], streams.Packed | None]
+) -> streams.Packed | None:
     """What `read` returns: in forwards whose inputs are compared the same on all ranks, as are its errors.
 
     A mask is no tensor among the inputs, and ranks that share tokens out by other masks would wait for each other.
@@ -132,15 +140,15 @@ def _same_on_all(
     """
     if not tokens.state.is_compared:
         return read()
-    seen, problem = None, ""
+    told, problem = None, ""
     try:
-        seen = read()
+        told = read()
     except ValueError as error:
         problem = str(error)
-    fact = (None if seen is None else seen.digest), repr(seen)
+    fact = (None, "None") if told is None else (told.digest, repr(told.own))
     with _disable_current_modes():  # it is no part of the step, which somebody may record
         compare_facts({what: fact}, [tokens.group], problem, lambda _: "; pass the same mask on all of them")
-    return seen
+    return told
 
 
 def _expect_dense_mask(
@@ -222,7 +230,7 @@ def _attention(tokens: Tokens, entry: PackedAttention, name: str, own: str) -> A
         if entry.queries != own or deal is None:
             _check_length(name, "queries", q.size(1), seen.num_queries, entry.queries)
             return local_attention(q, k, v, scale=scale, slices=seen)
-        own_seen = streams.of_queries(seen, deal.runs[tokens.group.rank()])
+        own_seen = streams.of_runs(seen, deal.runs[tokens.group.rank()], (range(seen.num_keys),))
         return local_attention(q, k, v, scale=scale, slices=own_seen)
 
     return attention

@@ -47,7 +47,7 @@ from shardformer.policy.tensors import TensorRegion
 if TYPE_CHECKING:
     from opensora_accel.arguments import Arguments
     from opensora_accel.attention import slices
-    from shardformer.spread import Spread
+    from shardformer.spread import Spread, Tokens, streams
 
 # Where the text tokens stand that share a dimension with the video tokens.
 Text = Literal["first", "last"]
@@ -198,6 +198,10 @@ class BlockMask:
     A block mask of flex attention is read into them before tokens are split (`AttentionSlices.from_block_mask`). A
     dense one, [1, 1, S, S], is too large to be read in every forward, and tokens may be split before it is made:
     `of_clip` says what it will be, and what the model makes is compared with that once for each.
+
+    A block mask may be made for buffers that a call's tokens do not fill, with keys of a cache beside theirs: `buffers`
+    says where what stands. Attention modules are then called with a rank's own queries, and behind its own keys with
+    those that it holds of the cache and with zeros, as many as the deal says (`Tokens.state`).
     """
 
     module: str
@@ -206,6 +210,8 @@ class BlockMask:
     tokens: str
     # (the model, its forward's arguments) → who sees whom, in full slices; None where there is no mask.
     of_clip: Callable[[nn.Module, Arguments], slices.AttentionSlices | None] | None = None
+    # (the tokens, the module's arguments, its name) → where the tokens stand.
+    buffers: Callable[[Tokens, Arguments, str], streams.Buffers] | None = None
 
 
 @dataclass(frozen=True)

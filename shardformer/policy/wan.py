@@ -15,7 +15,6 @@ from shardformer.policy.base import (
     Positions,
     SplitInput,
     SplitOutput,
-    WholeSequence,
 )
 from shardformer.policy.frames import split_frames, spread_by_frames
 from shardformer.spread import Spread
@@ -85,23 +84,6 @@ WAN_ANIMATE = replace(
     unpacked="its face adapter attends frame by frame",
     functions=(spread_frames,),
     needs=("face_adapter.*",),
-)
-
-WAN_ANIMATE2 = Policy(
-    models=("WanAnimate2Transformer3DModel",),
-    origin=("diffusers",),
-    arguments=(
-        "hidden_states timestep encoder_hidden_states condition_latents kv_cache kv_cache_mode seq_len "
-        "encoder_hidden_states_image offset_grid_sizes reference_grid_sizes origin_len origin_area is_uncondtion "
-        "return_dict"
-    ),
-    split_inputs=(SplitInput("blocks.0", "hidden_states"),),
-    gather_outputs=(GatherOutput("head"),),
-    # Frames of the clip and of the reference are laid out for a mask of blocks. The cache holds a rank's heads of all
-    # tokens of the reference, which its next forward needs.
-    whole_sequences=(WholeSequence("blocks.*.self_attn", ("norm_q", "norm_k", "to_v")),),
-    blocks=(Blocks("blocks"),),
-    mlps=("blocks.*.ffn",),
 )
 
 # Wan 2.1 and 2.2 in their authors' own repository, which counts positions and hides padding inside attention.

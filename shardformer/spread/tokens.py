@@ -145,6 +145,8 @@ class Tokens:
         self.were_asked_for = False
         # What takes the place of kernel calls in the model's attention modules: it says whose attention runs.
         self.attentions: list[Callable[..., Tensor]] = []
+        # Every rank's number of the tokens whose keys a forward left in a cache, for those behind it.
+        self.cached: weakref.WeakKeyDictionary[object, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._had_forward = False
         self._made: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], Tensor]] = {}
 
@@ -297,8 +299,9 @@ class Tokens:
 
         # Shares of whole frames stay as they are.
         if packed.balanced and self.ring_size > 1 and self.state.unit == 1:
-            return slices.deal(packed.own, self.group.size(), ulysses=self.group.size() // self.ring_size)
-        return deal_in_order(packed.own, splits)
+            ulysses = self.group.size() // self.ring_size
+            return slices.deal(packed.own, self.group.size(), ulysses=ulysses, more_keys=packed.more_keys)
+        return deal_in_order(packed.own, splits, packed.more_keys)
 
     def split(self, tensor: Tensor, dim: int, splits: tuple[int, ...], is_shared: bool) -> Tensor:
         """This rank's share: [..., S at dim, ...] → [..., S/P at dim, ...].

@@ -37,6 +37,28 @@ def errors(name: str, plan: Plan, own_checkpointing: bool = False, device: str =
     return compare(dict(full_tensors(model, found)), expected)
 
 
+def beside_one_device(
+    make: Callable[[], nn.Module], plan: Plan, outputs_of: Callable[[nn.Module], list[Tensor]]
+) -> dict[str, float]:
+    """Relative errors in fp64 of what `outputs_of(model)` returns, which may call it several times, and of gradients.
+
+    Args:
+        make: the model in fp32.
+    """
+    init_parallel(plan)
+
+    def found(model: nn.Module) -> Found:
+        outputs = outputs_of(model)
+        torch.stack([out.square().mean() for out in outputs]).sum().backward()
+        return {f"output {i}": out.detach() for i, out in enumerate(outputs)} | {
+            name: _gradient(p) for name, p in model.named_parameters()
+        }
+
+    with LiftOperations():
+        expected = of_first_rank(lambda: found(in_fp64(make())))
+        return compare(found(shardformer.shard(in_fp64(make()), plan)), expected)
+
+
 def of_first_rank(make: Callable[[], Found], device: str = "cpu") -> Found:
     """What `make` returns on the first rank, on all of them: the others need not compute it again."""
     made = [{name: each.cpu() for name, each in make().items()} if dist.get_rank() == 0 else None]
@@ -63,8 +85,12 @@ def compare(found: Found, expected: Found) -> dict[str, float]:
 
 
 def fp64_model(case: Case) -> nn.Module:
-    model = case.make().double()
-    lift_casts(model)
+    return in_fp64(case.make())
+
+
+def in_fp64(model: nn.Module) -> nn.Module:
+    """The model itself, in fp64 also where its own code casts."""
+    lift_casts(model.double())
     return model
 
 

@@ -61,7 +61,7 @@ def chrono_edit_inputs(frames: int = 5, width: int = 10) -> Inputs:
     }
 
 
-def animate2() -> nn.Module:
+def animate2(layers: int = 2, stride: int = 1) -> nn.Module:
     from diffusers import WanAnimate2Transformer3DModel
 
     return randomize(
@@ -74,8 +74,9 @@ def animate2() -> nn.Module:
             text_dim=16,
             out_dim=4,
             num_heads=5,
-            num_layers=2,
+            num_layers=layers,
             use_img_emb=False,
+            refer_stride=stride,
         )
     )
 
