@@ -35,7 +35,8 @@ class Scene:
     frames: int = 5
     tokens_per_frame: int = 15
     layers: int = 2
-    stride: int = 1
+    # Of the model's config, by which the reference's positions are others than the clip's.
+    positions: tuple[tuple[str, int], ...] = ()
     # Whether gradients go through the cache into the reference's pass.
     trains_reference: bool = True
 
@@ -47,11 +48,11 @@ class Scene:
         outputs += [self.denoise(model, cache[0], timestep) for timestep in (100, 900)]
         return [*outputs, self.denoise(model, cache[0], 500, is_uncondtion=True)]
 
-    def filled(self, model):
+    def filled(self, model, cache=None):
         """The cache of the reference's pass, and what that returns."""
         from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 
-        cache = WanAnimate2KVCache(self.layers)
+        cache = WanAnimate2KVCache(self.layers) if cache is None else cache
         grids = torch.tensor(self.reference)
         with torch.set_grad_enabled(self.trains_reference):
             inputs = self._inputs(model, self.reference, seed=1, timestep=0)
@@ -84,7 +85,7 @@ class Scene:
         }
 
     def make(self):
-        return animate2(self.layers, self.stride)
+        return animate2(self.layers, **dict(self.positions))
 
 
 def joined(out):
@@ -109,7 +110,10 @@ SCENES = {
     "a clip of fewer frames than the reference": Scene(alike(3, 3, 5), alike(5, 3, 5)),
     "smaller frames": Scene(alike(6, 2, 6), alike(5, 3, 3)),
     "fewer and smaller frames": Scene(alike(5, 1, 7), alike(3, 2, 5)),
-    "strides": Scene(alike(5, 3, 5), alike(4, 2, 7), stride=3),
+    "strides": Scene(alike(5, 3, 5), alike(4, 2, 7), positions=(("refer_stride", 3),)),
+    "a reference at the places of the clip": Scene(
+        alike(6, 3, 5), alike(5, 3, 5), positions=(("refer_offset_t", 0), ("refer_offset_w", 0))
+    ),
     "samples of other shapes": Scene(((6, 3, 5), (6, 5, 3)), ((4, 2, 7), (4, 7, 2))),
     # The last one stands in the padding of the mask's blocks, sees nothing and is not seen.
     "more frames than the video": Scene(alike(7, 3, 5), alike(4, 3, 5)),
@@ -254,6 +258,8 @@ def refused():
     refuse("of one device", on_one_device)
     refuse("of another mesh", elsewhere)
     cache = scene.filled(model)[0]
+    again = scene.filled(others, scene.filled(model)[0])[0]
+    refuse("filled again on one device", again)
     refuse("of another model", scene.filled(shardformer.shard(others, Plan(ring=4)))[0])
     refuse("other tokens", cache, reference_grid_sizes=torch.tensor(alike(4, 3, 3)))
     refuse("too small", cache, origin_area=(16, 16 * 11))
@@ -282,6 +288,7 @@ def test_caches_and_masks_of_something_else_are_refused_on_all_ranks(ranks):
     expected = {
         "of one device": f"blocks.0's kv_cache holds keys of 45 tokens {not_ours}",
         "of another mesh": not_ours,
+        "filled again on one device": f"blocks.0's kv_cache holds keys of 45 tokens {not_ours}",
         "of another model": not_ours,
         "other tokens": "blocks.0's kv_cache holds a reference of 45 tokens, and reference_grid_sizes are of 36: run",
         "too small": "blocks.0 has a clip of 6 frames of 12 tokens, and its mask is for a video of 5 frames of 11",

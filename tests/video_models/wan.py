@@ -61,7 +61,7 @@ def chrono_edit_inputs(frames: int = 5, width: int = 10) -> Inputs:
     }
 
 
-def animate2(layers: int = 2, stride: int = 1) -> nn.Module:
+def animate2(layers: int = 2, **options: int) -> nn.Module:
     from diffusers import WanAnimate2Transformer3DModel
 
     return randomize(
@@ -76,7 +76,7 @@ def animate2(layers: int = 2, stride: int = 1) -> nn.Module:
             num_heads=5,
             num_layers=layers,
             use_img_emb=False,
-            refer_stride=stride,
+            **options,
         )
     )
 
