@@ -23,6 +23,7 @@ from tests.video_models.flex import use_dense_flex_attention
 from tests.video_models.wan import animate2
 
 EXACT = RELATIVE[torch.float64]
+MODULE = "diffusers.models.transformers.transformer_wan_animate_2"
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Scene:
             "origin_len": 4 * (self.frames - 1),
             "origin_area": (16, 16 * self.tokens_per_frame),
         }
-        with mock.patch(f"{type(model).__module__}.create_block_mask", uncompiled_block_mask):
+        with mock.patch(f"{MODULE}.create_block_mask", uncompiled_block_mask):
             return joined(model(**self._inputs(model, self.clip, 7, timestep), **options | changed))
 
     def _inputs(self, model, grids, seed, timestep):
@@ -126,6 +127,8 @@ MESHES = [
     Plan(ring=3, ulysses=2),  # more ranks than heads
     Plan(ulysses=3, checkpoint="full"),
     Plan(ring=2),
+    Plan(ulysses=2, overlap_ulysses=True),
+    Plan(dp_shard=2, ring=2, sharding="zero3", checkpoint="selective"),
 ]
 
 
