@@ -104,6 +104,9 @@ def attend_beside_reference(spread: Spread) -> None:
             lambda: rotations(table, grids, tokens.own_places(table.device), 1 if is_clip else stride),
         )
         if not is_clip:
+            # What the processor stores. Not there: it may be compiled, anew for each cache that a graph has noted.
+            assert tokens.state.splits is not None
+            tokens.cached[arguments["kv_cache"]] = tokens.state.splits
             return
         of_reference, reference_grids = arguments["reference_rotary_emb"], arguments["reference_grid_sizes"]
         num_tokens = math.prod(reference_grids[0].tolist())
@@ -171,8 +174,8 @@ class OwnTokens:
             rotary_emb, reference_rotary_emb: the `rotations` of this rank's tokens, and of its keys in the cache.
             _of_layout: grids, strides and sizes of buffers, which are in the rotations and the slices by now.
         """
-        splits, attend = self._tokens.state.splits, running_attention()
-        assert splits is not None and attend is not None
+        attend = running_attention()
+        assert attend is not None
         if attn.fused_projections:
             query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
         else:
@@ -183,7 +186,6 @@ class OwnTokens:
         query = _rotated(query, rotary_emb).type_as(value)
         if kv_cache_mode == "extract":
             kv_cache.store(key, value)
-            self._tokens.cached[kv_cache] = splits
             key = own_key
         else:
             assert reference_rotary_emb is not None

@@ -46,18 +46,19 @@ def beside_one_device(
         make: the model in fp32.
     """
     init_parallel(plan)
-
-    def found(model: nn.Module) -> Found:
-        outputs = outputs_of(model)
-        torch.stack([out.square().mean() for out in outputs]).sum().backward()
-        return {f"output {i}": out.detach() for i, out in enumerate(outputs)} | {
-            name: _gradient(p) for name, p in model.named_parameters()
-        }
-
     with LiftOperations():
-        expected = of_first_rank(lambda: found(in_fp64(make())))
+        expected = of_first_rank(lambda: step_of(in_fp64(make()), outputs_of))
         model = shardformer.shard(in_fp64(make()), plan)
-        return compare(dict(full_tensors(model, found(model))), expected)
+        return compare(dict(full_tensors(model, step_of(model, outputs_of))), expected)
+
+
+def step_of(model: nn.Module, outputs_of: Callable[[nn.Module], list[Tensor]]) -> Found:
+    """What `outputs_of(model)` returns, and every parameter's gradient of the sum of its mean squares."""
+    outputs = outputs_of(model)
+    torch.stack([out.square().mean() for out in outputs]).sum().backward()
+    return {f"output {i}": out.detach() for i, out in enumerate(outputs)} | {
+        name: _gradient(p) for name, p in model.named_parameters()
+    }
 
 
 def of_first_rank(make: Callable[[], Found], device: str = "cpu") -> Found:

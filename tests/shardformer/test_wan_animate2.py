@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask
 
 import shardformer
@@ -15,7 +16,7 @@ from opensora_accel import Plan, init_parallel, parallel_states
 from opensora_accel.attention.slices import AttentionSlices, Slice, deal
 from opensora_accel.communications import share_sizes
 from shardformer.spread import running_tokens, streams
-from tests.shardformer.conformance import beside_one_device
+from tests.shardformer.conformance import beside_one_device, compare, step_of
 from tests.tiers import each_once
 from tests.tolerances import RELATIVE
 from tests.video_models.case import randn
@@ -305,3 +306,30 @@ def test_caches_and_masks_of_something_else_are_refused_on_all_ranks(ranks):
     assert all(each.keys() == expected.keys() for each in (first, *others))
     for each in (first, *others):
         assert {kind for kind in expected if expected[kind] not in each[kind]} == set(), each
+
+
+def compiled():
+    """Errors of three steps with compiled blocks, of which the first is not traced, and how many graphs there were."""
+    scene, plan, counter = (
+        SCENES["fewer and smaller frames"],
+        Plan(ulysses=2),
+        CompileCounterWithBackend("aot_eager"),
+    )
+    init_parallel(plan)
+    torch._dynamo.reset()
+    expected = step_of(scene.make(), scene.outputs_of)
+    model, errors, counts = shardformer.shard(scene.make(), plan), [], []
+    for block in shardformer.blocks_of(model):
+        block.compile(backend=counter)
+    for _ in range(3):
+        model.zero_grad()
+        errors.append(max(compare(step_of(model, scene.outputs_of), expected).values()))
+        counts.append(counter.frame_count)
+    return errors, counts
+
+
+@pytest.mark.slow
+def test_compiled_blocks_fill_and_read_caches_without_another_graph_for_each(ranks):
+    for found, (first, second, third) in ranks(2, compiled):
+        assert max(found) < RELATIVE[torch.float32]
+        assert first < second == third
