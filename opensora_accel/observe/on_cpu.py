@@ -92,7 +92,15 @@ def accelerator_stand_ins() -> Iterator[None]:
     if torch.accelerator.is_available():
         yield
         return
-    with replaced(torch.accelerator, "device_count", lambda: 1):
+
+    def enter_on_cpu(region: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        autocast(region, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    autocast: Any = torch.autocast.__init__
+    with (
+        replaced(torch.accelerator, "device_count", lambda: 1),
+        replaced(torch.autocast, "__init__", enter_on_cpu),
+    ):
         kernels = flash_attention_of_cuda()
         try:
             yield

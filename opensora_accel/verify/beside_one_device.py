@@ -19,14 +19,15 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
 from opensora_accel import parallel_states
 from opensora_accel.observe import MeshShape, ModelFn, Run, Step, meshes_of
 from opensora_accel.plan import Plan
-from opensora_accel.verify.causes import Origin, list_names
+from opensora_accel.verify.causes import FailsInBf16, Origin, Where, list_names
 from opensora_accel.verify.derivatives import PATCHED, Derivatives, causes_on_one_device, check_derivatives
 from opensora_accel.verify.diagnose import (
     diagnose,
@@ -35,6 +36,7 @@ from opensora_accel.verify.diagnose import (
     fit_gradients,
     fit_shares,
 )
+from opensora_accel.verify.in_bf16 import InBf16, look_in_bf16
 from opensora_accel.verify.pool import RankError, RankPool
 from opensora_accel.verify.report import Report
 from opensora_accel.verify.results import (
@@ -57,6 +59,7 @@ _ADVICE = (
     "proven. flash_attn has a stand-in, where the package is not installed."
 )
 
+Dtype = Literal["fp64", "bf16"]
 Meshes = Plan | Mapping[str, int] | Sequence[Plan | Mapping[str, int]]
 
 
@@ -67,6 +70,7 @@ def verify(
     *,
     data_axes: Sequence[str] | None = None,
     reference: Reference = "turns",
+    dtype: Dtype = "fp64",
     seed: int = 0,
     timeout_s: float = 60,
     pool: RankPool | None = None,
@@ -90,6 +94,8 @@ def verify(
         data_axes: axes whose ranks see different samples; by default those called data, dp, dp_replicate, dp_shard.
         reference: what one device does. "turns": every data rank has a batch of its own, and the mean of their
             gradients is right. "whole": one batch is shared out over the data ranks, and its gradient is right.
+        dtype: "bf16" runs the step in bf16 as well, under autocast where it has none of its own and no casts, and says
+            whether ranks round more than one device.
         timeout_s: past it a mesh counts as hanging.
         pool: processes to run on, where the caller has some.
         preload: modules that the processes import once for all.
@@ -101,6 +107,8 @@ def verify(
     shapes = _shapes(meshes, data_axes)
     if reference not in ("turns", "whole"):
         raise ValueError(f'reference must be "turns" or "whole"; got {reference!r}')
+    if dtype not in ("fp64", "bf16"):
+        raise ValueError(f'dtype must be "fp64" or "bf16"; got {dtype!r}')
     with contextlib.ExitStack() as stack:
         # Processes are started for the largest mesh; smaller ones use some of them.
         if pool is None:
@@ -108,7 +116,8 @@ def verify(
             pool = stack.enter_context(RankPool(size, preload=preload))
         stack.enter_context(pool.patience(timeout_s, _GRACE_S))
         runner = _Runner(pool, step, model_fn, reference, seed)
-        return _prove(runner, shapes, on_progress or (lambda *_: None))
+        report = _prove(runner, shapes, on_progress or (lambda *_: None))
+        return report if dtype == "fp64" else _in_bf16(report, runner, on_progress or (lambda *_: None))
 
 
 def _shapes(meshes: Meshes, data_axes: Sequence[str] | None) -> list[MeshShape]:
@@ -177,7 +186,30 @@ def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int
         if is_same and all(each.is_right for each in other.parameters().values()):
             drawn = {}
     say("done", total, total)
-    return Report(results, causes, time.perf_counter() - started, derivatives, () if causes else tuple(drawn))
+    return Report(
+        results,
+        causes,
+        time.perf_counter() - started,
+        derivatives,
+        unproven_seeds=() if causes else tuple(drawn),
+    )
+
+
+def _in_bf16(report: Report, runner: _Runner, say: Callable[[str, int, int], None]) -> Report:
+    """The report, with what is said of bf16."""
+    started, total = time.perf_counter(), len(report.results)
+    if not report.ok:
+        found = InBf16(reason="not looked at, as the gradients in fp64 are not right")
+    elif runner.builds_its_model:
+        found = InBf16(reason="not looked at, as the step builds its model itself; give a model_fn")
+    else:
+        try:
+            found = look_in_bf16(report.all_results, runner, lambda what: say(what, total, total))
+        except RankError as error:
+            last = error.errors[min(error.errors)].strip().splitlines()[-1]
+            found = InBf16(causes=(FailsInBf16(Where(), message=last),))
+    seconds = report.seconds + time.perf_counter() - started
+    return replace(report, causes=[*report.causes, *found.causes], seconds=seconds, in_bf16=found)
 
 
 class _Runner:
@@ -199,7 +231,7 @@ class _Runner:
         if key in self._expected:
             return self._expected[key]
         try:
-            expected = self._expected[key] = Expected(tuple(self._turns(shape)))
+            expected = self._expected[key] = Expected(tuple(self.turns(shape)))
         except RankError as error:
             text = error.errors[0].strip()
             # What asks for a type or a device says so at the end of its traceback.
@@ -241,7 +273,7 @@ class _Runner:
         observations: Sequence[Observation] = ()
         errors: Mapping[int, str] = {}
         try:
-            observations = self._ranks(shape, **options)
+            observations = self.ranks(shape, **options)
         except RankError as error:
             errors = error.errors
         return MeshResult(shape, expected, observations, errors, time.perf_counter() - started)
@@ -249,7 +281,7 @@ class _Runner:
     def trace(self, shape: MeshShape) -> Origin | None:
         """The first module whose forward is wrong on the mesh; None where the step does not run again."""
         try:
-            turns, ranks = self._turns(shape, is_traced=True), self._ranks(shape, is_traced=True)
+            turns, ranks = self.turns(shape, is_traced=True), self.ranks(shape, is_traced=True)
         except RankError:
             return None
         return find_origin(shape, turns, ranks)
@@ -257,11 +289,18 @@ class _Runner:
     def _num_turns(self, shape: MeshShape) -> int:
         return shape.data_size if self._reference == "turns" else 1
 
-    def _turns(self, shape: MeshShape, **options: Any) -> list[Observation]:
+    @property
+    def builds_its_model(self) -> bool:
+        """Whether the step does so itself."""
+        return self._model_fn is None
+
+    def turns(self, shape: MeshShape, **options: Any) -> list[Observation]:
+        """The single device, every data rank's turn; for `options` see `_observe`."""
         (turns,) = self._run(1, shape.alone, self._num_turns(shape), options)
         return turns
 
-    def _ranks(self, shape: MeshShape, **options: Any) -> list[Observation]:
+    def ranks(self, shape: MeshShape, **options: Any) -> list[Observation]:
+        """Every rank of the mesh."""
         return [observation for (observation,) in self._run(shape.world_size, shape, None, options)]
 
     def _run(

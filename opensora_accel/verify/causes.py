@@ -572,6 +572,57 @@ class Consequence(Cause):
     REMEDY = "mend that first, then verify again"
 
 
+# What is wrong in bf16 alone.
+
+
+@dataclass(frozen=True)
+class FailsInBf16(Cause):
+    kind = "rounding"
+    WHAT = "in bf16, as it is run, the step fails: {message}"
+    REMEDY = "it ends well in fp64: look for what asks for one type, or mixes two"
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class LostInBf16(Cause):
+    kind = "rounding"
+    WHAT = "in bf16, as it is run, one device already loses the gradient of {count}"
+    REMEDY = (
+        "no rounding does that: look for weights that autocast has cached from a forward without gradients in the same "
+        "region, for a cast within no_grad, for numbers beyond bf16's digits (timesteps, positions)"
+    )
+
+
+@dataclass(frozen=True)
+class RoundsMore(Cause):
+    """In bf16, ranks are off by more than one device."""
+
+    kind = "rounding"
+    factors: tuple[tuple[str, float], ...] = ()  # of one device's error, by mesh
+    side: str = ""  # of a module what it is given, or what it gives; or a parameter's gradient
+    module: str = ""
+
+    @property
+    def what(self) -> str:
+        shown = ", ".join(f"{factor:.2f} on {mesh}" for mesh, factor in self.factors)
+        name = self.module or "the model"
+        place = {
+            "given": f"what {name} is given",
+            "gives": f"what {name} gives",
+            "gradient": f"the gradient of {name}",
+        }[self.side]
+        return f"in bf16 ranks round more than one device {self.where}: {place} is off by {shown} times its error"
+
+    @property
+    def remedy(self) -> str:
+        if self.side == "gradient":
+            return "gradients of several ranks are added up in bf16: add them in fp32, and round the sum"
+        return (
+            "between the module before and this one, what several ranks have is put together in bf16: merge outputs "
+            "and log-sum-exps, and add up partial sums, in fp32, and round once"
+        )
+
+
 # What is wrong beside gradients.
 
 

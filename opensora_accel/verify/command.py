@@ -127,6 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--data-axes", type=_names, metavar="A,B", help=for_axes)
     add("--one-batch", action="store_true", help=for_batch)
     add("--world", type=_mesh, metavar=a_mesh, help=for_world)
+    for_dtype = "bf16: how far ranks are off in bf16, too, beside one device (default: fp64 alone)"
+    add("--dtype", choices=("fp64", "bf16"), default="fp64", help=for_dtype)
     add("--only", choices=("gradients", "communication"), help="one of the two parts")
     for_ranks = f"processes at most (default: {MAX_RANKS})"
     add("--max-ranks", type=int, default=MAX_RANKS, metavar="N", help=for_ranks)
@@ -203,6 +205,8 @@ def _prove(proof: Proof, options: argparse.Namespace) -> int:
     report: Report | None = None
     record: Record | None = None
     violations: list[Violation] = []
+    if options.only == "communication" and options.dtype != "fp64":
+        raise ValueError("--dtype bf16 is for the gradients, which --only communication leaves out")
     if options.only == "communication" and proof.world is None:
         raise ValueError("the plan has one rank, which sends nothing; give it more (--plan.ulysses 4)")
     if options.only != "communication":
@@ -225,6 +229,7 @@ def _prove(proof: Proof, options: argparse.Namespace) -> int:
                 proof.meshes,
                 data_axes=options.data_axes,
                 reference=proof.reference,
+                dtype=options.dtype,
                 seed=options.seed,
                 timeout_s=options.timeout,
                 preload=proof.preload,

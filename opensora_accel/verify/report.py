@@ -14,10 +14,12 @@ import torch
 from opensora_accel.verify.causes import Cause, join_words, list_names
 from opensora_accel.verify.derivatives import Derivatives
 from opensora_accel.verify.fit import Samples, magnitude
+from opensora_accel.verify.in_bf16 import InBf16
 from opensora_accel.verify.results import MeshResult, Results
 
 # What may be wrong beside gradients, by the kind of cause, in words for the verdict.
 _BESIDE_GRADIENTS = {
+    "rounding": "in bf16 the step is not what it is in fp64",
     "forward": "the model computes something else without gradients",
     "inputs": "the samples that ranks were given do not prove the average between them",
     "clipping": "not what is left of it after clipping",
@@ -39,6 +41,7 @@ class Report:
     causes: Sequence[Cause]
     seconds: float
     derivatives: Derivatives = field(default_factory=Derivatives)  # of the single device
+    in_bf16: InBf16 | None = None
     unproven_seeds: Sequence[str] = ()  # default generators whose seed counts, which the step left to others
 
     @property
@@ -150,6 +153,9 @@ class Report:
         for mesh in self.results:
             mark = "✓" if self.all_results.is_right(mesh) else "✗"
             lines.append(f"  {mark} {mesh.shape!s:{width}}  {_describe(mesh)}")
+        if self.in_bf16 is not None:
+            mark = "·" if self.in_bf16.reason else "✗" if self.in_bf16.causes else "✓"
+            lines.append(f"  {mark} {self.in_bf16}")
         # Causes and notes are paragraphs of their own, where there are any.
         lines += [""] if self.causes else []
         for number, cause in enumerate(self.causes, 1):
@@ -163,6 +169,13 @@ class Report:
             "ok": self.ok,
             "compared": self.has_compared,
             "verdict": self.verdict(),
+            "in_bf16": None
+            if self.in_bf16 is None
+            else {
+                "text": str(self.in_bf16),
+                "error": self.in_bf16.error,
+                "ratios": dict(self.in_bf16.ratios),
+            },
             "one_device": {
                 "text": str(self.derivatives),
                 "error": self.derivatives.error,

@@ -42,6 +42,7 @@ from opensora_accel.verify.parameters import (
     plain_name,
     whole,
 )
+from opensora_accel.verify.rounding import Rounding, as_in_training, narrow, round_weights
 from opensora_accel.verify.side_effects import (
     Clip,
     Definitions,
@@ -118,9 +119,10 @@ class Observer:
         output_weight: float | None = None,
         is_traced: bool = False,
         probes: Sequence[Probe] = (),
+        rounding: Rounding | None = None,
     ):
         self.observation = Observation()
-        self._probes = probes
+        self._probes, self._rounding = probes, rounding
         self._run, self._output_weight, self._is_traced = run, output_weight, is_traced
         self._model: nn.Module | None = None
         self._modules: dict[nn.Module, None] = {}
@@ -242,6 +244,9 @@ class Observer:
         if not leaf.is_floating_point():
             return leaf
         leaf = leaf.double()
+        if self._rounding is not None:
+            leaf = leaf.bfloat16().double()
+            leaf = narrow(leaf) if self._rounding.is_narrow else leaf
         # Within a transform of torch.func its gradient is taken there, and a leaf would cut it off.
         if not torch.is_grad_enabled() or is_transformed():
             return leaf
@@ -382,6 +387,7 @@ def observe(
     is_reseeded: bool = False,
     keeps_dropout: bool = False,
     probes: Sequence[Probe] = (),
+    rounding: Rounding | None = None,
 ) -> Observation:
     """Builds the model, runs the step once and returns what it did. Collective on the ranks of `run`.
 
@@ -392,7 +398,7 @@ def observe(
         ValueError: the step watches no model, or returns what is no number. What the step itself raises passes
             through.
     """
-    observer = Observer(run, output_weight, is_traced, probes)
+    observer = Observer(run, output_weight, is_traced, probes, rounding)
     observation, run = observer.observation, dataclasses.replace(run, watch=observer.watch)
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -406,7 +412,14 @@ def observe(
                 if not isinstance(model, nn.Module):
                     raise ValueError(f"model_fn() returned {type(model).__name__}; return a torch.nn.Module")
                 observation.notes += prepare_model(model, keeps_dropout=keeps_dropout)
+                if rounding is not None:
+                    round_weights(model, rounding.number)
             definitions = Definitions(model, step)
+            if rounding is not None and rounding.is_narrow:
+                run = _in_bf16(run)
+                torch.set_default_dtype(torch.float32)
+                if model is not None:
+                    model._apply(narrow)
             own_seed = run.world_size + run.rank if is_reseeded else 0 if one_batch else run.data_rank
             seed_generators(seed + 1 + own_seed)
             if model is not None:
@@ -415,7 +428,10 @@ def observe(
                 around.enter_context(launcher_environment(run))
                 around.enter_context(accelerator_stand_ins())
                 around.enter_context(without_loss_scaling())
-                around.enter_context(casts_lifted(observation.lifted))
+                if rounding is not None and rounding.is_narrow:
+                    around.enter_context(as_in_training(rounding))
+                else:
+                    around.enter_context(casts_lifted(observation.lifted))
                 for probe in probes:
                     around.enter_context(probe.around())
                 arguments = (run,) if model is None else (model, run)
@@ -430,6 +446,14 @@ def observe(
     finally:
         torch.set_default_dtype(default_dtype)
     return observation
+
+
+def _in_bf16(run: Run) -> Run:
+    """A plan that asks for fp64, as a proof's does, asks for bf16 instead."""
+    plan = run.shape.plan
+    if plan is None or plan.precision != "fp64":
+        return run
+    return dataclasses.replace(run, shape=dataclasses.replace(run.shape, plan=plan.replace(precision="bf16")))
 
 
 def _numbers(returned: Any) -> dict[str, float]:

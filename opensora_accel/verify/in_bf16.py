@@ -1,0 +1,208 @@
+"""Compares how far ranks and one device are off in bf16 (`rounding`), and says where ranks round more."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from opensora_accel.observe import MeshShape
+from opensora_accel.verify.causes import Cause, LostInBf16, RoundsMore
+from opensora_accel.verify.fit import NEGLIGIBLE, largest
+from opensora_accel.verify.results import Expected, MeshResult, Results
+from opensora_accel.verify.rounding import Rounding
+from opensora_accel.verify.run_step import Observation
+
+NUM_RUNS = 3
+# Of one device's error. From the first on ranks round more, whatever they do. From the second on they do if they are
+# off further the more of them there are, and there are numbers enough to know it: the roundings behind one number of a
+# bias are few.
+_TWICE, _GROWING = 2.0, 1.4
+_GROWTH, _ENOUGH = 1.1, 1000
+# What one device has in fp32 is off by less than the first. Ranks may have it in bf16, as it may be cast a module
+# earlier or later, and are then off by less than the second.
+_IN_FP32, _ROUNDED_ONCE = 2.0**-11, 2.0**-7
+# Of a gradient's norm: more is no rounding.
+_LOST = 0.5
+
+Key = tuple[str, ...]
+"""("gradient", a parameter's name), or ("given" or "gives", a module's name, which tensor)."""
+
+
+class Runner(Protocol):
+    """Runs the step on one device, a data rank's turn each, or on the ranks of a mesh."""
+
+    def turns(self, shape: MeshShape, **options: Any) -> list[Observation]: ...
+    def ranks(self, shape: MeshShape, **options: Any) -> list[Observation]: ...
+
+
+class Errors:
+    """Squares of errors, and of what is right, by what they are of."""
+
+    def __init__(self) -> None:
+        self._sums: defaultdict[Key, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._numbers: defaultdict[Key, int] = defaultdict(int)
+
+    def add(self, key: Key, found: Tensor, right: Tensor) -> None:
+        sums = self._sums[key]
+        error = (found - right).square().sum().item()
+        sums[0] += error if math.isfinite(error) else math.inf
+        sums[1] += right.square().sum().item()
+        self._numbers[key] += right.numel()
+
+    def __getitem__(self, key: Key) -> float:
+        error, right = self._sums[key]
+        return math.sqrt(error / right) if right else 0.0
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._sums)
+
+    def are_enough(self, key: Key) -> bool:
+        """Whether so many numbers were compared that a small excess is no chance."""
+        return key[0] != "gradient" and self._numbers[key] >= _ENOUGH
+
+    def add_calls(self, found: Sequence[Observation], right: Sequence[Observation]) -> None:
+        """What modules were given and gave, rank by rank."""
+        for narrow, wide in zip(found, right, strict=True):
+            for call, sides in wide.calls.items():
+                pairs = zip(("given", "gives"), narrow.calls.get(call, ()), sides, strict=False)
+                for side, ours, theirs in pairs:
+                    for place, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+                        if one.shape == other.shape and other.is_floating_point():
+                            self.add((side, call[0], str(place)), one, other)
+
+
+@dataclass(frozen=True)
+class InBf16:
+    """How far one device is off, as a part of each parameter's gradient, and ranks in parts of that."""
+
+    error: float = 0.0  # the median over parameters
+    ratios: Mapping[str, float] = field(default_factory=dict)  # by mesh: the median over parameters
+    causes: tuple[Cause, ...] = ()
+    reason: str = ""  # why it was not looked at
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"in bf16: {self.reason}"
+        meshes = ", ".join(f"{mesh}: {ratio:.2f} of that" for mesh, ratio in self.ratios.items())
+        return f"in bf16 one device is off by {self.error:.2%} of a gradient; {meshes}"
+
+
+def look_in_bf16(results: Results, runner: Runner, say: Callable[[str], None]) -> InBf16:
+    """Runs the step in fp64 and in bf16 from several sets of weights, on one device and on every mesh."""
+    shapes = [mesh.shape for mesh in results.ran]
+    # A step with autocast of its own is run as it is.
+    wraps = not any(cast.startswith("autocast") for turn in results.expected.turns for cast in turn.lifted)
+    floor = NEGLIGIBLE * largest(results.expected.gradients.values())
+    names = [
+        n for n, g in results.expected.gradients.items() if g is not None and float(g.abs().max()) > floor
+    ]
+    of_one: dict[int, Errors] = {}
+    of_mesh = {shape: Errors() for shape in shapes}
+    for number in range(NUM_RUNS):
+        wide, narrow = (Rounding(number, is_narrow, wraps) for is_narrow in (False, True))
+        right: dict[int, Mapping[str, Tensor | None]] = {}
+        exact_of: dict[int, Sequence[Observation]] = {}
+        for shape in shapes:
+            size = shape.data_size
+            if size not in right:
+                say(f"in bf16, one device, {number + 1} of {NUM_RUNS}")
+                exact, found = (runner.turns(shape, rounding=each, is_traced=True) for each in (wide, narrow))
+                exact_of[size], right[size] = exact, _mean(exact, names)
+                errors = of_one.setdefault(size, Errors())
+                _add_gradients(errors, _mean(found, names), right[size])
+                errors.add_calls(found, exact)
+            say(f"in bf16, {shape}, {number + 1} of {NUM_RUNS}")
+            exact, found = (runner.ranks(shape, rounding=each, is_traced=True) for each in (wide, narrow))
+            # Shards, stages and experts are put together as the proof puts them together.
+            beside = MeshResult(shape, Expected(tuple(exact_of[size])), found).parameters()
+            for name in names:
+                for gradient in beside[name].found if name in beside else (None,):
+                    _add_gradients(of_mesh[shape], {name: gradient}, {name: right[size][name]})
+            of_mesh[shape].add_calls(found, exact)
+    lost = [name for name in names if any(errors["gradient", name] > _LOST for errors in of_one.values())]
+    ratios = {shape: _ratios(of_mesh[shape], of_one[shape.data_size]) for shape in shapes}
+    causes: list[Cause] = []
+    if lost:
+        causes.append(results.cause(LostInBf16, {name: shapes for name in lost}, over=()))
+    else:
+        causes += _more(results, shapes, ratios, of_mesh[shapes[0]].are_enough)
+    errors = next(iter(of_one.values()))
+    return InBf16(
+        statistics.median(errors["gradient", name] for name in names),
+        {str(shape): _typical(ratios[shape]) for shape in shapes},
+        tuple(causes),
+    )
+
+
+def _mean(turns: Sequence[Observation], names: Sequence[str]) -> dict[str, Tensor | None]:
+    means: dict[str, Tensor | None] = {}
+    for name in names:
+        present = [g for turn in turns if (g := turn.gradients.get(name)) is not None]
+        means[name] = torch.stack(present).sum(0) / len(turns) if present else None
+    return means
+
+
+def _add_gradients(
+    errors: Errors, found: Mapping[str, Tensor | None], right: Mapping[str, Tensor | None]
+) -> None:
+    for name, gradient in right.items():
+        own = found.get(name)
+        if gradient is not None and (own is None or own.shape == gradient.shape):
+            errors.add(("gradient", name), torch.zeros_like(gradient) if own is None else own, gradient)
+
+
+def _ratios(of_ranks: Errors, of_one: Errors) -> dict[Key, float]:
+    both = [key for key in of_ranks if key in set(of_one)]
+    scales = {key: of_one[key] if of_one[key] > _IN_FP32 else _ROUNDED_ONCE for key in both}
+    return {key: of_ranks[key] / scales[key] for key in both}
+
+
+def _typical(ratios: Mapping[Key, float]) -> float:
+    return statistics.median(ratio for key, ratio in ratios.items() if key[0] == "gradient")
+
+
+def _more(
+    results: Results,
+    shapes: Sequence[MeshShape],
+    ratios: Mapping[MeshShape, Mapping[Key, float]],
+    are_enough: Callable[[Key], bool],
+) -> list[Cause]:
+    """Where ranks are off by more than one device, the first place in forward, or else in backward."""
+    worst: dict[Key, dict[MeshShape, float]] = {}
+    for key in dict.fromkeys(key for shape in shapes for key in ratios[shape]):
+        by_shape = {shape: ratios[shape][key] for shape in shapes if key in ratios[shape]}
+        most = max(by_shape.values())
+        if most >= _TWICE or (most >= _GROWING and are_enough(key) and _grows(by_shape)):
+            worst[key] = by_shape
+    if not worst:
+        return []
+    # Modules stand in the order in which they ended; gradients come from the loss down.
+    order = list(results.expected.first.backward_order)
+    in_forward = [key for key in worst if key[0] != "gradient"]
+    in_backward = sorted(
+        (key for key in worst if key[0] == "gradient"), key=lambda key: _place(order, key[1])
+    )
+    first = (in_forward or in_backward)[0]
+    factors = tuple((str(shape), ratio) for shape, ratio in worst[first].items())
+    shown = [shape for shape, ratio in worst[first].items() if ratio >= _GROWING]
+    names = tuple(key[1] for key in in_backward)
+    bad = {name: shown for name in names} or {results.names[0]: shown}
+    return [results.cause(RoundsMore, bad, factors=factors, side=first[0], module=first[1])]
+
+
+def _place(order: Sequence[str], name: str) -> int:
+    return order.index(name) if name in order else len(order)
+
+
+def _grows(by_shape: Mapping[MeshShape, float]) -> bool:
+    """Whether the mesh with the most ranks along some axis is off by more than one with fewer."""
+    ranked = sorted(by_shape.items(), key=lambda each: each[0].world_size // each[0].data_size)
+    fewest, most = ranked[0][1], ranked[-1][1]
+    return most >= _GROWTH * fewest
