@@ -80,14 +80,17 @@ class MeshResult:
         """Gradients that both sides have."""
         samples = {}
         for name, expected in self.expected.gradients.items():
-            gradients = None if expected is None else self._gradients(name)
+            own = [each.gradients.get(name) for each in self.observations]
+            gradients = None if expected is None else self._whole(name, own)
             if expected is not None and gradients is not None:
                 samples[name] = Samples(self.shape, gradients, expected, self.expected.floor)
         return samples
 
-    def _gradients(self, name: str) -> tuple[Tensor, ...] | None:
-        """Every rank's, in the shape of the single device's; None where together the ranks do not have all of it."""
-        own = [each.gradients.get(name) for each in self.observations]
+    def _whole(self, name: str, own: Sequence[Tensor | None]) -> tuple[Tensor, ...] | None:
+        """Every rank's gradient, in the shape of the single device's, of what each has of it (`own`).
+
+        None where together the ranks do not have all of it.
+        """
         present = tuple(gradient for gradient in own if gradient is not None)
         expected, values = self.expected.gradients.get(name), self.expected.first.values.get(name)
         is_on_all = len(present) == len(own)
@@ -116,7 +119,8 @@ class MeshResult:
             found = {}
             for name, expected in right.items():
                 pairs = [(each.clipped.get(name), each.gradients.get(name)) for each in self.observations]
-                gradients = _all_or_none(after if after is not None else before for after, before in pairs)
+                own = [after if after is not None else before for after, before in pairs]
+                gradients = self._whole(name, own)
                 if gradients:
                     found[name] = Samples(self.shape, gradients, expected, self.expected.floor)
             candidates.append(found)
@@ -127,13 +131,14 @@ class MeshResult:
         sides: dict[str, Side] = {}
         everywhere = [self.expected.gradients, *(each.gradients for each in self.observations)]
         for name in dict.fromkeys(name for gradients in everywhere for name in gradients):
-            has = [each.gradients.get(name) is not None for each in self.observations]
+            own = [each.gradients.get(name) for each in self.observations]
+            has = [gradient is not None for gradient in own]
             if self.expected.gradients.get(name) is None:
                 if any(has):
                     sides[name] = "only in parallel"
             elif not any(has):
                 sides[name] = "none"
-            elif not all(has) and self._gradients(name) is None:
+            elif not all(has) and self._whole(name, own) is None:
                 sides[name] = "some ranks only"
         return sides
 
