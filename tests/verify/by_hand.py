@@ -37,6 +37,7 @@ Mistake = Literal[
     "only the last step's queries",
     "to another group",
     "sums never sent",
+    "the keys of the first hop",
 ]
 
 
@@ -134,7 +135,8 @@ class _Attend(torch.autograd.Function):
                 sums = part if mistake == "sums start anew" else sums + part
             sums = ring.pass_on(sums, sizes, is_sum=True)
             if step < ring.size - 1:
-                block = ring.pass_on(block, sizes)
+                travelled = ring.pass_on(block, sizes)
+                block = block if mistake == "the keys of the first hop" else travelled
                 sizes = [sizes[-1], *sizes[:-1]]
         return grad_q, sums[0], sums[1], None
 

@@ -378,6 +378,7 @@ class Mutant:
     timeout_s: float = field(default=30, kw_only=True)
     reference: Reference | None = field(default=None, kw_only=True)
     """By default one batch for a step that builds its model itself, and else a batch for each data rank."""
+    data_axes: tuple[str, ...] | None = field(default=None, kw_only=True)
 
     def verify(self, pool: RankPool) -> Report:
         model_fn = getattr(self.step, "model", None)
@@ -385,6 +386,7 @@ class Mutant:
             Defective(self.step, self.changes),
             model_fn,
             self.meshes,
+            data_axes=self.data_axes,
             reference=self.reference or ("whole" if model_fn is None else "turns"),
             timeout_s=self.timeout_s,
             pool=pool,

@@ -1,0 +1,45 @@
+"""All published bugs, what no tool finds yet, and what is found by another name than the one it should have."""
+
+from __future__ import annotations
+
+from tests.published import collectives, draws, kernels, precision, scales, state
+
+BUGS = [*scales.BUGS, *collectives.BUGS, *kernels.BUGS, *precision.BUGS, *draws.BUGS, *state.BUGS]
+
+_ONE_DEVICE = "one device computes the same, and `verify` compares the step with itself"
+_IN_FP64 = "`verify` runs in fp64, and lifts casts"
+_FIRST_STEP = "`verify` compares the first step of the optimizer, and this shows in a later one"
+_LOAD = "nothing compares what a step has loaded with what was saved"
+
+NOT_FOUND_YET = {
+    "diffusers #14338": _ONE_DEVICE,
+    "unsloth #4533": f"{_ONE_DEVICE}: a note says that one parameter takes no part in the loss",
+    "OLMo-core #828": _ONE_DEVICE,
+    "torchtitan #2223": f"{_ONE_DEVICE}; its gradients are those of its forward, which only a plain one contradicts",
+    "flash-attention #2723": _IN_FP64,
+    "Flow-Factory #186": f"{_IN_FP64}; and it shows in the second step",
+    "DeepSpeed #4530": _IN_FP64,
+    "accelerate #4071": _FIRST_STEP,
+    "verl #7401": _FIRST_STEP,
+    "KempnerForge #57": _FIRST_STEP,
+    "diffusers #1868": f"one device does it too, and {_FIRST_STEP}",
+    "DeepSpeed #8601": _FIRST_STEP,
+    "Megatron-LM #5077": _LOAD,
+    "AReaL #1468": _LOAD,
+    "torchtitan #1258": "one device clips and the ranks clip nothing: `verify` compares clips where ranks have some",
+}
+"""By the bug's name, with the reason. A test fails when one of these is found: it then leaves this table."""
+
+NAMED_OTHERWISE = {
+    "vllm-omni #5716": "wrong on two of three meshes of one axis, which is said of these meshes and not of the axis",
+}
+"""Found, and not by the kind, axes and factor that it has. A test fails when one of these is named right."""
+
+
+def _first_of_each_kind() -> list[str]:
+    names = {(bug.tool, bug.kind): bug.name for bug in reversed(BUGS)}
+    return [bug.name for bug in BUGS if bug.name in names.values()]
+
+
+IN_A_PLAIN_RUN = _first_of_each_kind()
+"""One bug of each kind, for `make test`."""
