@@ -41,7 +41,7 @@ CONTENTS = {
     ],
     "Reference": ["names", "api", "sharding", "changelog"],
     "How it works": ["architecture", "faults", "contributing"],
-    "Measured": ["measured", "attention_bench", "scaling", "techniques", "peers", "gpu"],
+    "Measured": ["measured", "attention_bench", "scaling", "techniques", "peers", "published", "gpu"],
 }
 # Pages of the root, and what they are called in the site.
 FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}

@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
         print(f"there is no such bug among {' '.join(names)}; there are {known}", file=sys.stderr)
         return 2
     says = {}
-    with RankPool() as ranks:
+    with RankPool(preload=["tests.published.suite"]) as ranks:
         for bug in chosen:
             print(
                 f"{bug.repository} #{bug.number} ({bug.year}), by {bug.step.__module__}.{bug.step.__name__}\n"

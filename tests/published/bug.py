@@ -65,8 +65,8 @@ class Bug:
     tool: Tool = "verify"
     data_axes: tuple[str, ...] | None = None
     reference: Reference = "turns"
-    was_found: bool = True
-    """Whether the thread was read; otherwise the mechanism is as others have told it."""
+    was_read: bool = True
+    """Whether the mechanism was read in the thread; otherwise it is as others have told it."""
 
     @property
     def name(self) -> str:

@@ -22,7 +22,7 @@ from opensora_accel.communications import (
 )
 from opensora_accel.observe.meshes import Run
 from tests.published.bug import Bug
-from tests.published.models import SEQUENCE, Adapted, add_up, attend_over_ranks
+from tests.published.models import SEQUENCE, Adapted, add_up, attend_over_ranks, three_key_heads
 from tests.verify.by_hand import RingByHand
 from tests.verify.loops import average, averaged, averaged_over_data_only, batch, finish, sequence_parallel
 from tests.verify.meshes import RING, TENSOR
@@ -205,6 +205,19 @@ def keys_of_the_first_hop(model: OneLayer, run: Run, is_wrong: bool) -> Tensor:
     return RingByHand("the keys of the first hop" if is_wrong else "", tokens=12)(model, run)
 
 
+def gathered_along_the_heads(model: OneLayer, run: Run, is_wrong: bool) -> Tensor:
+    """Keys and values are gathered along the dim that held the sequence before they were transposed: each rank
+    attends to its own tokens only, by heads of all ranks, which fit where queries have more heads than keys."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group, dim = run.mesh.get_group("sequence"), 2 if is_wrong else 1
+        return local_attention(
+            q, *(gather_forward_reduce_scatter_backward(each, group, dim) for each in (k, v))
+        )
+
+    return attend_over_ranks(model, run, attend)
+
+
 def gradient_that_is_called_whole(model: Megatron, run: Run, is_wrong: bool) -> Tensor:
     """What enters a column-parallel layer leaves DTensor by `to_local()`, without a word on its gradient: the part of
     it that each rank has counts as the whole, and nothing is summed."""
@@ -328,8 +341,12 @@ BUGS = [
         model_fn=OneLayer, meshes=RING,
     ),
     Bug(
+        "pytorch/torchtitan", 3206, 2026, gathered_along_the_heads, "with as many heads for keys it fails", "values",
+        ("sequence",), model_fn=three_key_heads, meshes=({"data": 2, "sequence": 2}, {"data": 1, "sequence": 4}),
+    ),
+    Bug(
         "pytorch/torchtitan", 4054, 2026, gradient_that_is_called_whole, A_GRADIENT, "values", ("tensor",),
-        model_fn=Megatron, meshes=SLICES, was_found=False,
+        model_fn=Megatron, meshes=SLICES, was_read=False,
     ),
     Bug(
         "pytorch/torchtitan", 2387, 2026, router_of_own_experts, A_GRADIENT, "missing sum", ("ep",),

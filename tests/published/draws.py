@@ -65,7 +65,7 @@ def one_timestep_for_all(model: Any, run: Run, is_wrong: bool, watched: Any) -> 
 
 def one_noise_for_all(model: Any, run: Run, is_wrong: bool, watched: Any) -> None:
     """Every rank is seeded alike when the program starts, and so all of them draw the same noise and timesteps for
-    other samples in every step."""
+    other samples in every step; the thread asks whether that is meant."""
     by = 0 if is_wrong else run.data_rank
     _denoises(model, run, watched, by, 100 + by)
 
@@ -130,7 +130,7 @@ BUGS = [
     ),
     Bug(
         "NVIDIA-NeMo/Automodel", 3162, 2026, noise_of_each_rank, "every rank's loss is a fair one", "inputs",
-        ("sequence",), meshes=SEQUENCE, was_found=False,
+        ("sequence",), meshes=SEQUENCE, was_read=False,
     ),
     Bug(
         "hao-ai-lab/FastVideo", 885, 2025, one_timestep_for_all, "timesteps change from step to step",

@@ -15,7 +15,7 @@ from opensora_accel.attention import local_attention
 from opensora_accel.communications import all_to_all, copy_forward_reduce_backward
 from opensora_accel.observe.meshes import Run
 from tests.published.bug import Bug
-from tests.published.models import SEQUENCE, Adapted, add_up, attend_over_ranks
+from tests.published.models import SEQUENCE, Adapted, add_up, attend_over_ranks, six_heads, three_key_heads
 from tests.verify.loops import Small, average, averaged, batch, finish, plain_ddp
 from tests.verify.steps import CHANNELS, OneLayer
 
@@ -230,14 +230,6 @@ def untied_when_materialised(model: Tied, run: Run, is_wrong: bool) -> Tensor:
         unused.requires_grad_(False)
     forward = averaged(model, run)
     return finish(forward(torch.randint(7, (2, 11))))
-
-
-def six_heads() -> OneLayer:
-    return OneLayer(heads=6)
-
-
-def three_key_heads() -> OneLayer:
-    return OneLayer(heads=12, kv_heads=3)
 
 
 ODD_HEADS = ({"data": 1, "sequence": 4}, {"data": 2, "sequence": 2}, {"data": 1, "sequence": 3})

@@ -63,6 +63,14 @@ def add_up(parameters: Iterable[nn.Parameter], run: Run, over: str | None = None
         parameter.grad /= run.data_size if over is None else 1
 
 
+def six_heads() -> OneLayer:
+    return OneLayer(heads=6)
+
+
+def three_key_heads() -> OneLayer:
+    return OneLayer(heads=12, kv_heads=3)
+
+
 class Adapted(nn.Module):
     """A frozen layer and its low-rank adapter. [B, S, 4] → [B, S, 4]"""
 

@@ -18,8 +18,8 @@ from tests.verify.steps import OneLayer
 
 
 def merged_in_bf16(model: OneLayer, run: Run, is_wrong: bool) -> Tensor:
-    """A ring casts what it has attended so far to bf16 after each hop and back before the next, so that the error
-    grows with the number of ranks."""
+    """A ring casts what it has attended so far to bf16 after each hop and back before the next: it rounds once for
+    each rank."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         group = run.mesh.get_group("sequence")

@@ -70,6 +70,22 @@ def mean_of_means(model: Any, run: Run, is_wrong: bool) -> Tensor:
     return loss
 
 
+def mean_over_each_part(model: Any, run: Run, is_wrong: bool) -> Tensor:
+    """The loss of every accumulated batch is the mean over its own valid tokens, and the sum of these means is
+    divided by the number of batches: it is not the mean over the tokens of all."""
+    x, valid = torch.randn(4, 11, 4), torch.arange(11) < torch.tensor([[11], [7], [5], [10]])
+    own = torch.arange(4).tensor_split(run.data_size)[run.data_rank]
+    forward, total = averaged(model, run), torch.zeros(())
+    for part in [own] if run.is_reference else own.tensor_split(2):
+        count = (
+            valid[part].sum() * (1 if run.is_reference else 2) if is_wrong else valid.sum() / run.data_size
+        )
+        loss = (forward(x[part]).square().mean(-1) * valid[part]).sum() / count
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
 def divided_again_by_the_ranks(model: Any, run: Run, is_wrong: bool) -> Tensor:
     """Summed losses are backwarded and gradients then divided by the number of all tokens, but the wrapper has
     averaged them over ranks before."""
@@ -272,7 +288,7 @@ WHOLE_EXPERTS = ({"data": 1, "ep": 3}, {"data": 2, "ep": 2}, {"data": 1, "ep": 2
 PIPELINE = ({"data": 2, "pp": 2}, {"data": 1, "pp": 2})
 ONE_SAMPLE = ({"data": 1, "tensor": 2}, {"data": 1, "tensor": 4})
 TWO_RANKS = (Plan(dp_replicate=2),)
-A_SCALE = "the loss is right, and AdamW divides a factor out again until gradients are clipped"
+A_SCALE = "AdamW divides a factor out again, until gradients are clipped"
 
 BUGS = [
     Bug(
@@ -285,12 +301,16 @@ BUGS = [
     ),
     Bug(
         "NVIDIA-NeMo/Automodel", 3157, 2026, averages_partial_gradients, A_SCALE, "scale", ("sequence",),
-        "sequence⁻¹", meshes=SEQUENCE,
+        "sequence⁻¹", meshes=SEQUENCE, was_read=False,
     ),
     Bug(
         "pytorch/torchtitan", 2206, 2026, mean_of_means,
         "the loss is a mean of the same tokens, and training goes down", "shares", ("data",), "share",
         reference="whole", meshes=({"data": 2}, {"data": 4}),
+    ),
+    Bug(
+        "meta-pytorch/torchtune", 1875, 2024, mean_over_each_part, "with as many tokens in each batch it is right",
+        "shares", ("data",), "share", reference="whole", meshes=({"data": 2},),
     ),
     Bug(
         "meta-pytorch/torchtune", 2172, 2024, divided_again_by_the_ranks, A_SCALE, "scale", ("data",), "data⁻¹",
@@ -305,9 +325,8 @@ BUGS = [
         "scale", ("ep",), "ep", model_fn=Experts, meshes=WHOLE_EXPERTS, data_axes=("data", "ep"),
     ),
     Bug(
-        "NVIDIA/Megatron-LM", 5956, 2026, averages_experts_over_their_copies,
-        "only experts are wrong, and " + A_SCALE, "scale", ("ep",), "ep", model_fn=Experts, meshes=WHOLE_EXPERTS,
-        data_axes=("data", "ep"),
+        "NVIDIA/Megatron-LM", 5956, 2026, averages_experts_over_their_copies, "only experts are wrong; " + A_SCALE,
+        "scale", ("ep",), "ep", model_fn=Experts, meshes=WHOLE_EXPERTS, data_axes=("data", "ep"),
     ),
     Bug(
         "deepspeedai/DeepSpeed", 7981, 2026, copied_where_added, "one backward a step is right", "values", ("data",),

@@ -126,7 +126,7 @@ def moments_left_behind(model: Any, run: Run, is_wrong: bool) -> dict[str, Any]:
 BUGS = [
     Bug(
         "huggingface/accelerate", 3835, 2025, parameters_of_before, "the loss changes with the samples", "optimizer",
-        ("data",), was_found=False,
+        ("data",), was_read=False,
     ),
     Bug(
         "pytorch/torchtitan", 1258, 2025, clips_nothing_that_is_left, "the norm that is returned is right",

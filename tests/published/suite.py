@@ -31,6 +31,7 @@ NOT_FOUND_YET = {
 """By the bug's name, with the reason. A test fails when one of these is found: it then leaves this table."""
 
 NAMED_OTHERWISE = {
+    "torchtune #1875": "each call of the model has a factor of its own; factors are looked for by rank",
     "vllm-omni #5716": "wrong on two of three meshes of one axis, which is said of these meshes and not of the axis",
 }
 """Found, and not by the kind, axes and factor that it has. A test fails when one of these is named right."""
