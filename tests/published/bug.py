@@ -4,10 +4,10 @@ A pair is one function, `step(model, run, is_wrong)`. What both twins share stan
 `is_wrong` are the bug. Its docstring says the mechanism as the thread reports it, in our words. The step is the bug as
 it was published, cut down to a page; it is not written for what our tools look at.
 
-    scales.py       one function            the mean of this rank's tokens times the data ranks: wrong, or all: right
-    Bug             where it was reported   ByteDance-Seed/VeOmni 338, 2025
-                    what it should be called    scale over sequence, sequence⁻¹
-    Bug.found       what a tool says        [("scale sequence⁻¹ on all 8 parameters", True), …]
+    the function    `times_the_data_ranks` multiplies a loss by the number of data ranks: wrong, or of all ranks: right
+    where           ByteDance-Seed/VeOmni #338, 2025
+    its name        a scale over sequence, by sequence⁻¹
+    Bug.found       what a tool says: [("scale sequence⁻¹ on all 8 parameters", True)], and of the twin nothing: []
 
 A bug that only a loop shows takes `step(model, run, is_wrong, watched)`, and `watch` goes around it. What no tool finds
 yet stands in `suite.NOT_FOUND_YET`, with what it needs.
@@ -84,7 +84,10 @@ class Bug:
         return " ".join(text.split("\n\n")[0].split())
 
     def found(self, ranks: RankPool, is_wrong: bool) -> list[Finding]:
-        """What the tool says of the wrong step or of its twin, the root cause first."""
+        """What the tool says of the wrong step or of its twin, the root cause first.
+
+        `verify` runs whatever is not a loop for `watch`, also what it is not made for yet.
+        """
         twin = Twin(self, is_wrong)
         if self.tool == "watch":
             (plan,) = self.meshes
@@ -95,7 +98,7 @@ class Bug:
         options = {"reference": self.reference, "data_axes": self.data_axes}
         defect = Mutant(self.name, (), twin, self.meshes, self.kind, self.axes, self.factor, **options)
         report = defect.verify(ranks)
-        assert report.has_compared or not report.ok, report
+        assert report.has_compared, report
         return [(cause.what, defect.is_named_by(cause)) for cause in report.causes]
 
 

@@ -91,10 +91,10 @@ def in_order(loader: Loader, number: int) -> list[list[int]]:
     return found[:number]
 
 
-def goes_on(model: Any, run: Run, resumed: Loader, before: int, after: int) -> dict[str, Any]:
-    """A run that is stopped after some batches, and goes on with another loader; one device is not stopped."""
-    through = in_order(Loader(), before + after)
-    order = through if run.is_reference else [*through[:before], *in_order(resumed, after)]
+def goes_on(model: Any, run: Run, before: int, resumed: list[list[int]]) -> dict[str, Any]:
+    """A run that is stopped after some batches, and goes on with others; one device is not stopped."""
+    through = in_order(Loader(), before + len(resumed))
+    order = through if run.is_reference else [*through[:before], *resumed]
     own = torch.randn(12, 11, 4)  # this data rank's samples
     return train(model, run, (own[numbers] for numbers in order))
 
@@ -102,15 +102,21 @@ def goes_on(model: Any, run: Run, resumed: Loader, before: int, after: int) -> d
 def epoch_begun_anew(model: Any, run: Run, is_wrong: bool) -> dict[str, Any]:
     """A run that goes on in the middle of an epoch makes a loader that skips what was done, and this one counts
     epochs from 0: the rest of the epoch is dealt in the order of the first."""
-    return goes_on(model, run, Loader(epoch=0 if is_wrong else 1, first=2), before=8, after=3)
+    return goes_on(model, run, 8, in_order(Loader(epoch=0 if is_wrong else 1, first=2), 3))
+
+
+def epoch_dealt_twice(model: Any, run: Run, is_wrong: bool) -> dict[str, Any]:
+    """The loader that skips what was done finishes the epoch, and the one that the loop goes back to is not told of
+    it: it deals the same epoch once more."""
+    rest = in_order(Loader(epoch=1, first=2), 4)
+    return goes_on(model, run, 8, [*rest, *in_order(Loader(epoch=1 if is_wrong else 2), 2)])
 
 
 def epoch_left_out(model: Any, run: Run, is_wrong: bool) -> dict[str, Any]:
     """A state that is saved at the end of an epoch says that all of its batches are done, and a run that goes on
     takes them for those of the next one, which it leaves out."""
     done = 6  # batches of epoch 0, all of them
-    resumed = Loader(epoch=2) if is_wrong else Loader(epoch=1)
-    return goes_on(model, run, resumed, before=done, after=3)
+    return goes_on(model, run, done, in_order(Loader(epoch=2 if is_wrong else 1), 3))
 
 
 def counted_from_the_last_stop(model: Any, run: Run, is_wrong: bool) -> dict[str, Any]:
@@ -118,7 +124,7 @@ def counted_from_the_last_stop(model: Any, run: Run, is_wrong: bool) -> dict[str
     in an epoch goes on too early."""
     first_stop, second_stop = 3, 5
     place = second_stop - first_stop if is_wrong else second_stop
-    return goes_on(model, run, Loader(first=place), before=second_stop, after=1)
+    return goes_on(model, run, second_stop, in_order(Loader(first=place), 1))
 
 
 TWO_RANKS = (Plan(dp_replicate=2),)
@@ -143,6 +149,10 @@ BUGS = [
     Bug(
         "huggingface/accelerate", 4071, 2026, epoch_begun_anew, "a stop at the end of an epoch is right", "data",
         model_fn=Small, tool="several steps",
+    ),
+    Bug(
+        "huggingface/accelerate", 4233, 2026, epoch_dealt_twice, "the epoch that was stopped in is right", "data",
+        tool="several steps",
     ),
     Bug(
         "verl-project/verl", 7401, 2026, epoch_left_out, "the run ends without an error", "data",

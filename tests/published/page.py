@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,23 @@ _ROOMS = {
     "draws": "Samples and draws",
     "state": "Optimizer and state",
 }
+_TOOLS = {
+    "verify": "`verify`",
+    "single device": "`verify` on one device",
+    "bf16": "`verify` in bf16",
+    "several steps": "`verify` over several steps",
+    "watch": "`watch`",
+    "loader": "the loader",
+}
 # What depends on the machine or on rounding, and the names of more than one parameter.
+_TOOLS = {
+    "verify": "`verify`",
+    "single device": "`verify` on one device",
+    "bf16": "`verify` in bf16",
+    "several steps": "`verify` over several steps",
+    "watch": "`watch`",
+    "loader": "the loader",
+}
 # What depends on the machine, on rounding or on a line of the suite, and the names of more than one parameter.
 _FIGURES = re.compile(r", up to \S+ of the largest| \((?:[\w.]+, )+[^)]*\)|\. To do: .*|(?<=\.py):\d+")
 
@@ -39,11 +56,12 @@ def row(bug: Bug, says: str) -> str:
 
 def summary() -> str:
     found = [bug for bug in BUGS if bug.name not in NOT_FOUND_YET]
-    by = {tool: sum(bug.tool == tool for bug in found) for tool in ("verify", "watch")}
+    by = collections.Counter(bug.tool for bug in found)
+    tools = [f"{by[tool]} by {word}" for tool, word in _TOOLS.items() if by[tool]]
     return (
-        f"{len(BUGS)} pairs. {len(found)} bugs are found, {by['verify']} by `verify` and {by['watch']} by `watch`, "
-        f"and {len(found) - len(NAMED_OTHERWISE)} of these are named right by the first finding. "
-        f"{len(NOT_FOUND_YET)} are not found yet. No right twin is called wrong."
+        f"{len(BUGS)} pairs. {len(found)} bugs are found, {', '.join(tools)}; {len(found) - len(NAMED_OTHERWISE)} of "
+        f"these are named right by the first finding. {len(NOT_FOUND_YET)} are not found yet. No right twin is called "
+        "wrong."
     )
 
 

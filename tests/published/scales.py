@@ -10,10 +10,15 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from opensora_accel import Plan
+from opensora_accel.communications import (
+    gather_forward_reduce_scatter_backward,
+    gather_forward_split_backward,
+    reduce_scatter_forward_gather_backward,
+)
 from opensora_accel.observe.meshes import Run
 from tests.published.bug import Bug
 from tests.published.models import SEQUENCE, STEPS, add_up, own_tokens
-from tests.verify.loops import averaged, batch, finish, split_small
+from tests.verify.loops import averaged, batch, finish
 from tests.verify.parted_loops import Experts, Megatron, Stages, megatron_slices
 
 
@@ -47,10 +52,11 @@ def averages_partial_gradients(model: Any, run: Run, is_wrong: bool) -> Tensor:
     tokens: what should be summed over context is divided by its size."""
     if run.is_reference:
         return finish(model(batch()))
-    group = run.mesh.get_group("sequence")
-    split_small(model, group, "up", "down")
-    leave = model.region[1] if not is_wrong else split_small(model, group, None, None).region[1]
-    model.region = (lambda x: x.tensor_split(group.size(), 1)[group.rank()], leave)
+    group, scale = run.mesh.get_group("sequence"), None if is_wrong else "up"
+    model.region = (
+        lambda x: x.tensor_split(group.size(), 1)[group.rank()],
+        lambda x: gather_forward_split_backward(x, group, 1, scale),
+    )
     forward = averaged(model, run)
     return finish(forward(batch()))
 
@@ -132,15 +138,12 @@ def scaled_at_every_stage(model: Any, run: Run, is_wrong: bool) -> dict[str, Any
 def routed(model: Experts, run: Run) -> Tensor:
     """Every data rank's tokens pass the experts of all ranks of its group: all-gather, own experts,
     reduce-scatter."""
-    from opensora_accel.communications import gather_forward_reduce_scatter_backward as gather
-    from opensora_accel.communications import reduce_scatter_forward_gather_backward as scatter
-
     x = batch()
     if not run.is_reference:
         group = run.mesh.get_group("ep")
         model.own = torch.arange(6).tensor_split(group.size())[group.rank()].tolist()
-        model.enter = lambda x: gather(x, group, 0)
-        model.leave = lambda x: scatter(x, group, 0)
+        model.enter = lambda x: gather_forward_reduce_scatter_backward(x, group, 0)
+        model.leave = lambda x: reduce_scatter_forward_gather_backward(x, group, 0)
     return finish(model(x))
 
 

@@ -78,6 +78,24 @@ def decay_that_is_its_own_limit(model: Any, run: Run, is_wrong: bool) -> dict[st
     return {**losses, "average": torch.stack([each.norm() for each in average.values()]).norm()}
 
 
+def average_that_begins_anew(model: Any, run: Run, is_wrong: bool) -> dict[str, Any]:
+    """An average begins with the weights of a certain step. That it has begun is not saved, so that a run which goes
+    on throws away the average that it has read, and takes the weights of that moment."""
+    forward, average, has_begun = averaged(model, run), {}, False
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), {}
+    for number, x in enumerate(batches(6)):
+        if number == 4 and not run.is_reference:  # stopped, and gone on
+            has_begun = not is_wrong
+        optimizer.zero_grad()
+        losses[f"loss {number}"] = finish(forward(x))
+        optimizer.step()
+        for name, parameter in model.named_parameters() if number >= 1 else ():
+            new = parameter.detach().clone()
+            average[name] = average[name].lerp(new, 0.1) if has_begun else new
+        has_begun = has_begun or number >= 1
+    return {**losses, "average": torch.stack([each.norm() for each in average.values()]).norm()}
+
+
 def trains_and_goes_on(model: Any, run: Run, through_a_file: Any) -> dict[str, Any]:
     """Two steps of SGD with momentum, and two more when `through_a_file(buffers)` has saved and read its state."""
     forward, losses = averaged(model, run), {}
@@ -139,6 +157,10 @@ BUGS = [
     Bug(
         "huggingface/diffusers", 1868, 2022, decay_that_is_its_own_limit, "the weights that are trained are right",
         "average", tool="several steps",
+    ),
+    Bug(
+        "koda-dernet/Side-Step", 38, 2026, average_that_begins_anew, "weights and file are right", "average",
+        tool="loader",
     ),
     Bug(
         "NVIDIA/Megatron-LM", 5077, 2026, read_at_padded_places, "with one bucket nothing is padded in between",

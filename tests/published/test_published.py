@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import collections
 import inspect
-import math
 
 import pytest
 
+from opensora_accel.observe.meshes import MeshShape
 from tests.published import page
 from tests.published.__main__ import main
 from tests.published.bug import Twin, what_is_left
@@ -49,16 +49,10 @@ def test_the_suite_is_what_it_says():
     assert len({bug.step for bug in BUGS}) == len(BUGS)
 
 
-def test_what_no_tool_looks_at_is_not_found_yet():
-    """A tool that comes to look takes its bugs out of the table, and this test then wants another name for them."""
-    beyond = {bug.name for bug in BUGS if bug.tool not in ("verify", "watch")}
-    assert beyond <= set(NOT_FOUND_YET)
-
-
 @pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.name) for bug in BUGS if bug.name in NOT_FOUND_YET])
 def test_what_is_not_found_is_wrong_all_the_same(ranks, bug):
     """Run as it is, in fp32: its twin leaves other gradients, weights or losses."""
-    num_ranks = math.prod(bug.meshes[0].values())
+    num_ranks = MeshShape.of(bug.meshes[0], bug.data_axes).world_size
     wrong, right = (ranks(num_ranks, what_is_left, Twin(bug, is_wrong)) for is_wrong in (True, False))
     assert right == ranks(num_ranks, what_is_left, Twin(bug, False))
     assert any(
@@ -113,7 +107,7 @@ def test_the_command_shows_a_bug(capsys):
 
 @pytest.mark.prove
 def test_summary(found):
-    """95 % of what a tool looks at is found, 90 % is named first, and no twin is called wrong."""
+    """Of what `verify` and `watch` look at, 95 % is found and 90 % is named first; no twin is called wrong."""
     counts = collections.Counter()
     for bug in BUGS:
         wrong, right = found(bug, True), found(bug, False)
