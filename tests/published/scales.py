@@ -82,10 +82,9 @@ def mean_over_each_part(model: Any, run: Run, is_wrong: bool) -> Tensor:
     x, valid = torch.randn(4, 11, 4), torch.arange(11) < torch.tensor([[11], [7], [5], [10]])
     own = torch.arange(4).tensor_split(run.data_size)[run.data_rank]
     forward, total = averaged(model, run), torch.zeros(())
-    for part in [own] if run.is_reference else own.tensor_split(2):
-        count = (
-            valid[part].sum() * (1 if run.is_reference else 2) if is_wrong else valid.sum() / run.data_size
-        )
+    parts = [own] if run.is_reference else own.tensor_split(2)
+    for part in parts:
+        count = valid[part].sum() * len(parts) if is_wrong else valid.sum() / run.data_size
         loss = (forward(x[part]).square().mean(-1) * valid[part]).sum() / count
         loss.backward()
         total += loss.detach()
