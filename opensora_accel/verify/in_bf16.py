@@ -20,10 +20,10 @@ from opensora_accel.verify.rounding import Rounding
 from opensora_accel.verify.run_step import Observation
 
 NUM_RUNS = 3
-# Of one device's error. From the first on ranks round more, whatever they do. From the second on they do if they are
-# off further the more of them there are, and there are numbers enough to know it: the roundings behind one number of a
-# bias are few.
-_TWICE, _GROWING = 2.0, 1.4
+# Of one device's error. From the first on ranks round more, whatever they do; of n numbers from 1 + 3 / √n times that
+# on, since of few numbers the error itself is known badly. From the second on they do if they are off further the more
+# of them there are, and the numbers are many: what modules are given and give.
+_TWICE, _CHANCE, _GROWING = 2.0, 3.0, 1.4
 _GROWTH, _ENOUGH = 1.1, 1000
 # What one device has in fp32 is off by less than the first. Ranks may have it in bf16, as it may be cast a module
 # earlier or later, and are then off by less than the second.
@@ -63,9 +63,9 @@ class Errors:
     def __iter__(self) -> Iterator[Key]:
         return iter(self._sums)
 
-    def are_enough(self, key: Key) -> bool:
-        """Whether so many numbers were compared that a small excess is no chance."""
-        return key[0] != "gradient" and self._numbers[key] >= _ENOUGH
+    def number(self, key: Key) -> int:
+        """How many numbers were compared."""
+        return self._numbers[key]
 
     def add_calls(self, found: Sequence[Observation], right: Sequence[Observation]) -> None:
         """What modules were given and gave, rank by rank."""
@@ -132,7 +132,7 @@ def look_in_bf16(results: Results, runner: Runner, say: Callable[[str], None]) -
     if lost:
         causes.append(results.cause(LostInBf16, {name: shapes for name in lost}, over=()))
     else:
-        causes += _more(results, shapes, ratios, of_mesh[shapes[0]].are_enough)
+        causes += _more(results, shapes, ratios, of_one[shapes[0].data_size].number)
     errors = next(iter(of_one.values()))
     return InBf16(
         statistics.median(errors["gradient", name] for name in names),
@@ -172,14 +172,15 @@ def _more(
     results: Results,
     shapes: Sequence[MeshShape],
     ratios: Mapping[MeshShape, Mapping[Key, float]],
-    are_enough: Callable[[Key], bool],
+    number: Callable[[Key], int],
 ) -> list[Cause]:
     """Where ranks are off by more than one device, the first place in forward, or else in backward."""
     worst: dict[Key, dict[MeshShape, float]] = {}
     for key in dict.fromkeys(key for shape in shapes for key in ratios[shape]):
         by_shape = {shape: ratios[shape][key] for shape in shapes if key in ratios[shape]}
         most = max(by_shape.values())
-        if most >= _TWICE or (most >= _GROWING and are_enough(key) and _grows(by_shape)):
+        is_growing = most >= _GROWING and key[0] != "gradient" and _grows(by_shape)
+        if most >= _TWICE * (1 + _CHANCE / math.sqrt(number(key))) or (is_growing and number(key) >= _ENOUGH):
             worst[key] = by_shape
     if not worst:
         return []

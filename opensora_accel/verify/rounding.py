@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from opensora_accel.verify.parameters import named_parameters
 
@@ -51,6 +51,12 @@ def round_weights(model: nn.Module, number: int) -> None:
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + number)
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.copy_((parameter * (1 + 0.1 * noise)).bfloat16())
+
+
+def rounded(tensor: Tensor) -> Tensor:
+    """fp64 numbers such as bf16 has."""
+    with _disable_current_modes():  # one lifts casts
+        return tensor.bfloat16().double()
 
 
 def narrow(tensor: Tensor) -> Tensor:

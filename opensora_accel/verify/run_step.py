@@ -42,7 +42,7 @@ from opensora_accel.verify.parameters import (
     plain_name,
     whole,
 )
-from opensora_accel.verify.rounding import Rounding, as_in_training, narrow, round_weights
+from opensora_accel.verify.rounding import Rounding, as_in_training, narrow, round_weights, rounded
 from opensora_accel.verify.side_effects import (
     Clip,
     Definitions,
@@ -245,7 +245,7 @@ class Observer:
             return leaf
         leaf = leaf.double()
         if self._rounding is not None:
-            leaf = leaf.bfloat16().double()
+            leaf = leaf if leaf.requires_grad else rounded(leaf)
             leaf = narrow(leaf) if self._rounding.is_narrow else leaf
         # Within a transform of torch.func its gradient is taken there, and a leaf would cut it off.
         if not torch.is_grad_enabled() or is_transformed():
