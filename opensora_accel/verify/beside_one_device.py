@@ -27,7 +27,7 @@ import torch
 from opensora_accel import parallel_states
 from opensora_accel.observe import MeshShape, ModelFn, Run, Step, meshes_of
 from opensora_accel.plan import Plan
-from opensora_accel.verify.causes import FailsInBf16, Origin, Where, list_names
+from opensora_accel.verify.causes import FailsInBf16, Origin, OtherThanPlain, Where, list_names
 from opensora_accel.verify.derivatives import PATCHED, Derivatives, causes_on_one_device, check_derivatives
 from opensora_accel.verify.diagnose import (
     diagnose,
@@ -71,6 +71,7 @@ def verify(
     data_axes: Sequence[str] | None = None,
     reference: Reference = "turns",
     dtype: Dtype = "fp64",
+    plain_model_fn: ModelFn | None = None,
     seed: int = 0,
     timeout_s: float = 60,
     pool: RankPool | None = None,
@@ -96,6 +97,8 @@ def verify(
             gradients is right. "whole": one batch is shared out over the data ranks, and its gradient is right.
         dtype: "bf16" runs the step in bf16 as well, under autocast where it has none of its own and no casts, and says
             whether ranks round more than one device.
+        plain_model_fn: builds the same model with plain operators in the place of fused ones and kernels; on one device
+            both must give the same.
         timeout_s: past it a mesh counts as hanging.
         pool: processes to run on, where the caller has some.
         preload: modules that the processes import once for all.
@@ -115,7 +118,7 @@ def verify(
             size = max(shape.world_size for shape in shapes)
             pool = stack.enter_context(RankPool(size, preload=preload))
         stack.enter_context(pool.patience(timeout_s, _GRACE_S))
-        runner = _Runner(pool, step, model_fn, reference, seed)
+        runner = _Runner(pool, step, model_fn, reference, seed, plain_model_fn)
         report = _prove(runner, shapes, on_progress or (lambda *_: None))
         return report if dtype == "fp64" else _in_bf16(report, runner, on_progress or (lambda *_: None))
 
@@ -145,7 +148,7 @@ def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int
     say("one device", 0, total)
     # Before anything parallel: what a step patches in its process would reach the single device too.
     expected = [runner.on_one_device(shape) for shape in shapes]
-    derivatives = runner.derivatives(shapes[0])
+    derivatives, unlike_plain = runner.derivatives(shapes[0]), runner.beside_plain(shapes[0])
     meshes: list[MeshResult] = []
     for shape, right in zip(shapes, expected, strict=True):
         say(str(shape), len(meshes), total)
@@ -170,6 +173,7 @@ def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int
                 alone = [runner.on_mesh(smallest.shape, right, only_rank=rank) for rank in ranks]
                 shares = fit_shares(results, fits, smallest, alone)
     causes = [
+        *([] if unlike_plain is None else [replace(unlike_plain, where=Where(tuple(shapes), "everywhere"))]),
         *causes_on_one_device(derivatives, results),
         *diagnose(results, fits, origin=origin, shares=shares),
     ]
@@ -215,8 +219,17 @@ def _in_bf16(report: Report, runner: _Runner, say: Callable[[str, int, int], Non
 class _Runner:
     """Runs the step in the pool's processes. What the step left patched in a process ends with it."""
 
-    def __init__(self, pool: RankPool, step: Step, model_fn: ModelFn | None, reference: Reference, seed: int):
+    def __init__(
+        self,
+        pool: RankPool,
+        step: Step,
+        model_fn: ModelFn | None,
+        reference: Reference,
+        seed: int,
+        plain_model_fn: ModelFn | None = None,
+    ):
         self._pool, self._step, self._model_fn = pool, step, model_fn
+        self._plain_model_fn = plain_model_fn
         self._reference, self._seed = reference, seed
         self._expected: dict[tuple[int, str], Expected] = {}
 
@@ -267,6 +280,39 @@ class _Runner:
             self._pool.renew()
         return found
 
+    def beside_plain(self, shape: MeshShape) -> OtherThanPlain | None:
+        """What the model does on one device that its plain version does not.
+
+        Raises:
+            ValueError: the two have other parameters, or start from other weights.
+        """
+        if self._plain_model_fn is None:
+            return None
+        found, plain = (
+            self._run(1, shape.alone, self._num_turns(shape), {"is_traced": True}, model_fn)[0][0]
+            for model_fn in (self._model_fn, self._plain_model_fn)
+        )
+        unlike = [
+            n for n in {**found.weights, **plain.weights} if found.weights.get(n) != plain.weights.get(n)
+        ]
+        if unlike:
+            raise ValueError(
+                f"plain_model_fn() has other parameters or weights than model_fn(): {list_names(sorted(unlike))}; "
+                "build the same model, and exchange its operators after that"
+            )
+        mesh = MeshResult(shape.alone, Expected((plain,)), (found,))
+        wrong = {name: each for name, each in mesh.parameters().items() if not each.is_right}
+        if not wrong:
+            return None
+        return OtherThanPlain(
+            Where(),
+            tuple(wrong),
+            len(plain.gradients),
+            over=(),
+            error=max(each.error() for each in wrong.values()),
+            origin=find_origin(shape.alone, [plain], [found]),
+        )
+
     def on_mesh(self, shape: MeshShape, expected: Expected, **options: Any) -> MeshResult:
         """Every rank's observation, or the errors of those that failed; for `options` see `_observe`."""
         started = time.perf_counter()
@@ -304,10 +350,15 @@ class _Runner:
         return [observation for (observation,) in self._run(shape.world_size, shape, None, options)]
 
     def _run(
-        self, num_ranks: int, shape: MeshShape, num_turns: int | None, options: dict[str, Any]
+        self,
+        num_ranks: int,
+        shape: MeshShape,
+        num_turns: int | None,
+        options: dict[str, Any],
+        model_fn: ModelFn | None = None,
     ) -> list[list[Observation]]:
         options = {"one_batch": self._reference == "whole", **options}
-        arguments = self._step, self._model_fn, shape, num_turns, self._seed, options
+        arguments = self._step, model_fn or self._model_fn, shape, num_turns, self._seed, options
         try:
             observations: list[list[Observation]] = self._pool(num_ranks, _observe, *arguments)
         except RankError:

@@ -312,6 +312,28 @@ class CutOff(Cause):
 
 
 @dataclass(frozen=True)
+class OtherThanPlain(Cause):
+    """On one device the model is not what its plain version is."""
+
+    kind = "plain"
+    WHAT = (
+        "on one device already, the model is not what plain_model_fn() makes: {count} have other gradients, up to "
+        "{error:.1e} of the largest"
+    )
+    error: float = 0.0
+    origin: Origin | None = None
+
+    @property
+    def remedy(self) -> str:
+        if self.origin is None or self.origin.name is None:
+            return "every module's forward is right: look at the backward of what stands in the plain one's place"
+        name = self.origin.name or "the model itself, outside of its modules"
+        return (
+            f"the forward is another one, first in {name}: look at what stands there in the plain one's place"
+        )
+
+
+@dataclass(frozen=True)
 class OtherForward(Cause):
     kind = "forward"
     WHAT = "the model's forward is another one without gradients: its outputs differ by {difference:.1e} of the largest"
@@ -601,6 +623,7 @@ class RoundsMore(Cause):
     factors: tuple[tuple[str, float], ...] = ()  # of one device's error, by mesh
     side: str = ""  # of a module what it is given, or what it gives; or a parameter's gradient
     module: str = ""
+    casts: tuple[str, ...] = ()  # to half precision, on ranks alone
 
     @property
     def what(self) -> str:
@@ -611,7 +634,8 @@ class RoundsMore(Cause):
             "gives": f"what {name} gives",
             "gradient": f"the gradient of {name}",
         }[self.side]
-        return f"in bf16 ranks round more than one device {self.where}: {place} is off by {shown} times its error"
+        casts = f"; ranks alone cast to {list_names(self.casts)}" if self.casts else ""
+        return f"in bf16 ranks round more than one device {self.where}: {place} is off by {shown} times its error{casts}"
 
     @property
     def remedy(self) -> str:

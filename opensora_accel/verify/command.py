@@ -58,7 +58,10 @@ a step file (docs/verify.md):
           model = DistributedDataParallel(my_parallelism(model, run.mesh))
       loss = my_loss(model, torch.randn(1, 3, 5, 8, 8))
       loss.backward()
-      return loss"""
+      return loss
+
+  def plain_model_fn():                # if there are kernels of your own: the same model without them
+      return MyModel(layers=2, attention="plain")"""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Proof:
     meshes: Meshes
     reference: Reference = "turns"
     preload: tuple[str, ...] = ()
+    plain_model_fn: ModelFn | None = None
     # The true mesh, to record what is communicated; None for no record.
     world: Plan | Mapping[str, int] | None = None
     true_step: Step | None = None
@@ -230,6 +234,7 @@ def _prove(proof: Proof, options: argparse.Namespace) -> int:
                 data_axes=options.data_axes,
                 reference=proof.reference,
                 dtype=options.dtype,
+                plain_model_fn=proof.plain_model_fn,
                 seed=options.seed,
                 timeout_s=options.timeout,
                 preload=proof.preload,
@@ -308,11 +313,13 @@ def _proof_of_file(options: argparse.Namespace) -> Proof:
                 f"{path} defines no {signature}; `opensora-accel verify --help` shows a step file"
             )
     functions = _StepFunction(path, "step"), _StepFunction(path, "model_fn")
+    plain = _StepFunction(path, "plain_model_fn") if hasattr(module, "plain_model_fn") else None
     reference: Reference = "whole" if options.one_batch else "turns"
     if options.plan is not None:
         plan = Plan.load(options.plan)
         plans = meshes_of(plan.replace(precision="fp64"), options.max_ranks)
-        return Proof(*functions, plans, reference, world=plan if plan.world_size > 1 else None)
+        world = plan if plan.world_size > 1 else None
+        return Proof(*functions, plans, reference, world=world, plain_model_fn=plain)
     # Meshes of the command line come before those of the file, and both before ours.
     defaults = [mesh for mesh in _DEFAULT_MESHES if math.prod(mesh.values()) <= options.max_ranks]
     if not defaults:
@@ -324,7 +331,7 @@ def _proof_of_file(options: argparse.Namespace) -> Proof:
             f"a mesh has {largest} ranks, more than --max-ranks {options.max_ranks}: verify small meshes, the factors "
             "of large ones follow; or raise --max-ranks"
         )
-    return Proof(*functions, meshes, reference, world=options.world)
+    return Proof(*functions, meshes, reference, world=options.world, plain_model_fn=plain)
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,12 @@ from opensora_accel.verify.run_step import Observation
 
 NUM_RUNS = 3
 # Of one device's error. From the first on ranks round more, whatever they do; of n numbers from 1 + 3 / √n times that
-# on, since of few numbers the error itself is known badly. From the second on they do if they are off further the more
-# of them there are, and the numbers are many: what modules are given and give.
-_TWICE, _CHANCE, _GROWING = 2.0, 3.0, 1.4
-_GROWTH, _ENOUGH = 1.1, 1000
+# on, since of few numbers the error itself is known badly. Less is told of many numbers alone: what modules are given
+# and give. From the second on ranks round more if they are off further the more of them there are, by the factor
+# behind it; from the third on, if their code casts to half precision where one device's does not.
+_TWICE, _CHANCE = 2.0, 3.0
+_GROWING, _GROWTH, _CASTING = 1.4, 1.1, 1.25
+_ENOUGH = 500
 # What one device has in fp32 is off by less than the first. Ranks may have it in bf16, as it may be cast a module
 # earlier or later, and are then off by less than the second.
 _IN_FP32, _ROUNDED_ONCE = 2.0**-11, 2.0**-7
@@ -132,7 +134,8 @@ def look_in_bf16(results: Results, runner: Runner, say: Callable[[str], None]) -
     if lost:
         causes.append(results.cause(LostInBf16, {name: shapes for name in lost}, over=()))
     else:
-        causes += _more(results, shapes, ratios, of_one[shapes[0].data_size].number)
+        casts = _casts_of_ranks(results)
+        causes += _more(results, shapes, ratios, of_one[shapes[0].data_size].number, casts)
     errors = next(iter(of_one.values()))
     return InBf16(
         statistics.median(errors["gradient", name] for name in names),
@@ -173,14 +176,17 @@ def _more(
     shapes: Sequence[MeshShape],
     ratios: Mapping[MeshShape, Mapping[Key, float]],
     number: Callable[[Key], int],
+    casts: tuple[str, ...],
 ) -> list[Cause]:
     """Where ranks are off by more than one device, the first place in forward, or else in backward."""
     worst: dict[Key, dict[MeshShape, float]] = {}
     for key in dict.fromkeys(key for shape in shapes for key in ratios[shape]):
         by_shape = {shape: ratios[shape][key] for shape in shapes if key in ratios[shape]}
         most = max(by_shape.values())
-        is_growing = most >= _GROWING and key[0] != "gradient" and _grows(by_shape)
-        if most >= _TWICE * (1 + _CHANCE / math.sqrt(number(key))) or (is_growing and number(key) >= _ENOUGH):
+        is_twice = most >= _TWICE * (1 + _CHANCE / math.sqrt(number(key)))
+        are_many = key[0] != "gradient" and number(key) >= _ENOUGH
+        is_growing = most >= _GROWING and _grows(by_shape)
+        if is_twice or (are_many and (is_growing or (bool(casts) and most >= _CASTING))):
             worst[key] = by_shape
     if not worst:
         return []
@@ -192,10 +198,19 @@ def _more(
     )
     first = (in_forward or in_backward)[0]
     factors = tuple((str(shape), ratio) for shape, ratio in worst[first].items())
-    shown = [shape for shape, ratio in worst[first].items() if ratio >= _GROWING]
+    shown = [
+        shape for shape, ratio in worst[first].items() if ratio >= min(_GROWING, max(worst[first].values()))
+    ]
     names = tuple(key[1] for key in in_backward)
     bad = {name: shown for name in names} or {results.names[0]: shown}
-    return [results.cause(RoundsMore, bad, factors=factors, side=first[0], module=first[1])]
+    return [results.cause(RoundsMore, bad, factors=factors, side=first[0], module=first[1], casts=casts)]
+
+
+def _casts_of_ranks(results: Results) -> tuple[str, ...]:
+    """Casts to half precision that ranks make and one device does not, by line."""
+    of_one = {cast for turn in results.expected.turns for cast in turn.lifted}
+    of_ranks = (cast for mesh in results.ran for seen in mesh.observations for cast in seen.lifted)
+    return tuple(dict.fromkeys(cast for cast in of_ranks if cast not in of_one))
 
 
 def _place(order: Sequence[str], name: str) -> int:
@@ -203,7 +218,7 @@ def _place(order: Sequence[str], name: str) -> int:
 
 
 def _grows(by_shape: Mapping[MeshShape, float]) -> bool:
-    """Whether the mesh with the most ranks along some axis is off by more than one with fewer."""
-    ranked = sorted(by_shape.items(), key=lambda each: each[0].world_size // each[0].data_size)
-    fewest, most = ranked[0][1], ranked[-1][1]
-    return most >= _GROWTH * fewest
+    """Whether more ranks that share a sample are off further than fewer of them."""
+    by_number = sorted((shape.world_size // shape.data_size, ratio) for shape, ratio in by_shape.items())
+    several = [each for each in by_number if each[0] > 1]
+    return bool(several) and several[-1][0] > several[0][0] and several[-1][1] >= _GROWTH * several[0][1]

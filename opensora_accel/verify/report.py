@@ -132,7 +132,7 @@ class Report:
                 f"the step fails on {num_failed} of {len(self.results)} meshes; on the others the gradients are those "
                 "of a single device"
             )
-        if kinds & {"derivative"}:
+        if kinds & {"derivative", "plain"}:
             return "the gradients are NOT those of the loss, on one device already"
         # Any other kind is one of gradients, or makes their comparison pointless.
         if not kinds <= set(_BESIDE_GRADIENTS):

@@ -3,12 +3,12 @@
 In bf16 every gradient is off by some tenths of a per cent, right or wrong, so no mesh has one device's gradients. What
 can be compared is how far off they are. Ranks that exchange what they have computed make one device's roundings in
 other places, and are as far off, give or take a little. A ring that merges its blocks in bf16 rounds one sum again and
-again. Of a model of two blocks with 48 tokens, the input of the layer behind attention, in errors of one device:
+again. Of a model of two blocks with 48 tokens (`tests/verify/in_bf16.py`), in errors of one device:
 
-    ranks of the ring                                          2       4
-    merged in fp32, by an attention of one's own               1.18    1.11     rounds its weights as well: no growth
-    merged in bf16                                             1.30    1.60     more with every rank
-    the layer's parameters' gradients, either way              1.0     1.0      other roundings hide it
+    ranks of the ring                                                  2       4
+    what the layer behind attention is given, merged in fp32           1.22    1.12    no growth
+    the same, merged in bf16                                           1.54    1.86    more with every rank
+    the gradient of that layer's weight, merged in bf16                0.90    0.92    other roundings hide it
 
 So what modules are given and give is compared too, each rank's in bf16 with the same rank's in fp64, where that is
 proven. Everything is run from several sets of weights, since one run has one pattern of roundings, and errors are added

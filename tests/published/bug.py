@@ -34,11 +34,13 @@ from tests.verify.loops import Small
 from tests.verify.meshes import Meshes
 
 Tool = Literal["verify", "watch", "loader", "single device", "bf16", "several steps"]
-"""`verify` and `watch` are there. The others are what a bug needs that neither of them does yet:
+"""Which tool should tell, and of `verify` by which part:
 
+- verify: the meshes beside one device, in fp64
+- single device: one device beside the measured change of its loss, or beside a plain model
+- bf16: the step as it is run, in bf16, beside fp64 (`--dtype bf16`)
+- watch: around the loop
 - loader: a load that holds every tensor against its file, and data that are gone through once
-- single device: the step on one device is wrong too, so that it must be held against finite differences or a plain path
-- bf16: the step as it is run, in bf16, beside fp64
 - several steps: what comes after the first step of the optimizer
 """
 
@@ -65,6 +67,8 @@ class Bug:
     tool: Tool = "verify"
     data_axes: tuple[str, ...] | None = None
     reference: Reference = "turns"
+    plain_model_fn: Callable[[], nn.Module] | None = None
+    """The model without kernels of its own, where its forward is wrong and its gradient fits."""
     was_read: bool = True
     """Whether the mechanism was read in the thread; otherwise it is as others have told it."""
 
@@ -96,6 +100,8 @@ class Bug:
             lines = [line.strip() for line in text.splitlines()[1:]]
             return [(line, name == self.kind) for name, line in zip(names, lines, strict=True)]
         options = {"reference": self.reference, "data_axes": self.data_axes}
+        options |= {"dtype": "bf16"} if self.tool == "bf16" else {}
+        options |= {"plain_model_fn": self.plain_model_fn}
         defect = Mutant(self.name, (), twin, self.meshes, self.kind, self.axes, self.factor, **options)
         report = defect.verify(ranks)
         assert report.has_compared, report

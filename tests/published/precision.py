@@ -68,7 +68,7 @@ IN_FP64 = "in fp64 casts are lifted"
 
 BUGS = [
     Bug(
-        "Dao-AILab/flash-attention", 2723, 2026, merged_in_bf16, IN_FP64, "values", ("sequence",), model_fn=OneLayer,
+        "Dao-AILab/flash-attention", 2723, 2026, merged_in_bf16, IN_FP64, "rounding", ("sequence",), model_fn=OneLayer,
         meshes=SEQUENCE, tool="bf16",
     ),
     Bug(
@@ -76,7 +76,7 @@ BUGS = [
         "autocast keeps no weight that is fp64 or bf16", "values", tool="bf16",
     ),
     Bug(
-        "deepspeedai/DeepSpeed", 4530, 2023, summed_in_bf16, IN_FP64, "values", ("sequence",), meshes=SEQUENCE,
+        "deepspeedai/DeepSpeed", 4530, 2023, summed_in_bf16, IN_FP64, "rounding", ("sequence",), meshes=SEQUENCE,
         tool="bf16",
     ),
 ]  # fmt: skip

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_accel.observe.meshes import Run
 from opensora_accel.parallel_states import get_parallel_group
-from opensora_accel.verify.beside_one_device import verify
+from opensora_accel.verify.beside_one_device import Dtype, verify
 from opensora_accel.verify.causes import Cause
 from opensora_accel.verify.pool import RankPool
 from opensora_accel.verify.report import Report
@@ -379,6 +379,8 @@ class Mutant:
     reference: Reference | None = field(default=None, kw_only=True)
     """By default one batch for a step that builds its model itself, and else a batch for each data rank."""
     data_axes: tuple[str, ...] | None = field(default=None, kw_only=True)
+    dtype: Dtype = field(default="fp64", kw_only=True)
+    plain_model_fn: Any = field(default=None, kw_only=True)
 
     def verify(self, pool: RankPool) -> Report:
         model_fn = getattr(self.step, "model", None)
@@ -387,6 +389,8 @@ class Mutant:
             model_fn,
             self.meshes,
             data_axes=self.data_axes,
+            dtype=self.dtype,
+            plain_model_fn=self.plain_model_fn,
             reference=self.reference or ("whole" if model_fn is None else "turns"),
             timeout_s=self.timeout_s,
             pool=pool,
