@@ -59,6 +59,9 @@ _ADVICE = (
     "proven. flash_attn has a stand-in, where the package is not installed."
 )
 
+# torch imports these when a model is wrapped or checkpointed: once for all ranks, not once in each.
+_EVERY_STEP_LOADS = (__name__, "torch._dynamo", "torch.onnx", "numpy.random")
+
 Dtype = Literal["fp64", "bf16"]
 Meshes = Plan | Mapping[str, int] | Sequence[Plan | Mapping[str, int]]
 
@@ -116,7 +119,7 @@ def verify(
         # Processes are started for the largest mesh; smaller ones use some of them.
         if pool is None:
             size = max(shape.world_size for shape in shapes)
-            pool = stack.enter_context(RankPool(size, preload=preload))
+            pool = stack.enter_context(RankPool(size, preload=(*_EVERY_STEP_LOADS, *preload)))
         stack.enter_context(pool.patience(timeout_s, _GRACE_S))
         runner = _Runner(pool, step, model_fn, reference, seed, plain_model_fn)
         report = _prove(runner, shapes, on_progress or (lambda *_: None))

@@ -563,6 +563,9 @@ class WrongValues(Cause):
                 "rank's tokens for all, counts them (positions, masks) from 0, or parts heads that do not divide"
             )
         if not self.first_wrong:
+            if origin is not None and origin.are_inputs_right:
+                nearest = f", nearest to the loss at {self.place.nearest}" if self.place is not None else ""
+                return f"the forward is right on all ranks: look at what is communicated in backward{nearest}"
             return "look at what the forward communicates"
         # blocks.1.attn1.to_k.weight is of the module to_k.
         modules = [name.split(".")[-2] for name in self.first_wrong if "." in name]
@@ -635,7 +638,10 @@ class RoundsMore(Cause):
             "gradient": f"the gradient of {name}",
         }[self.side]
         casts = f"; ranks alone cast to {list_names(self.casts)}" if self.casts else ""
-        return f"in bf16 ranks round more than one device {self.where}: {place} is off by {shown} times its error{casts}"
+        return (
+            f"in bf16 ranks round more than one device {self.where}: {place} is off by {shown} times its error"
+            + casts
+        )
 
     @property
     def remedy(self) -> str:

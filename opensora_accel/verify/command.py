@@ -32,6 +32,9 @@ _DEFAULT_MESHES: tuple[Mapping[str, int], ...] = (
     {"data": 1, "sequence": 3},
 )
 
+# What a step file may import that takes long and much memory: once for all ranks.
+_LARGE = ("diffusers", "transformers", "accelerate", "peft")
+
 _DESCRIPTION = """\
 Runs a training step in fp64 on a few processes of this machine, on several meshes, and on one device; says whether
 every parameter's gradient is the same, and if not: which ones, over which axis of the mesh, by what factor, and what
@@ -73,11 +76,11 @@ class Proof:
     meshes: Meshes
     reference: Reference = "turns"
     preload: tuple[str, ...] = ()
-    plain_model_fn: ModelFn | None = None
     # The true mesh, to record what is communicated; None for no record.
     world: Plan | Mapping[str, int] | None = None
     true_step: Step | None = None
     true_model_fn: ModelFn | None = None
+    plain_model_fn: ModelFn | None = None
 
 
 # From the options of `opensora-accel train` (`--config FILE --plan FILE`), a folder for files that the proof
@@ -306,7 +309,9 @@ def _proof_of_file(options: argparse.Namespace) -> Proof:
     path: Path = options.step
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}; --step names a Python file with step and model_fn")
+    before = set(sys.modules)
     module = load_file(path)
+    preload = tuple(name for name in _LARGE if name in sys.modules and name not in before)
     for name, signature in (("step", "step(model, run)"), ("model_fn", "model_fn()")):
         if not callable(getattr(module, name, None)):
             raise ValueError(
@@ -319,7 +324,7 @@ def _proof_of_file(options: argparse.Namespace) -> Proof:
         plan = Plan.load(options.plan)
         plans = meshes_of(plan.replace(precision="fp64"), options.max_ranks)
         world = plan if plan.world_size > 1 else None
-        return Proof(*functions, plans, reference, world=world, plain_model_fn=plain)
+        return Proof(*functions, plans, reference, preload, world, plain_model_fn=plain)
     # Meshes of the command line come before those of the file, and both before ours.
     defaults = [mesh for mesh in _DEFAULT_MESHES if math.prod(mesh.values()) <= options.max_ranks]
     if not defaults:
@@ -331,7 +336,7 @@ def _proof_of_file(options: argparse.Namespace) -> Proof:
             f"a mesh has {largest} ranks, more than --max-ranks {options.max_ranks}: verify small meshes, the factors "
             "of large ones follow; or raise --max-ranks"
         )
-    return Proof(*functions, meshes, reference, world=options.world, plain_model_fn=plain)
+    return Proof(*functions, meshes, reference, preload, options.world, plain_model_fn=plain)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class RankPool:
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         self._context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
-            self._context.set_forkserver_preload([__name__, *preload])
+            self._context.set_forkserver_preload([__name__, *preload, "opensora_accel.verify.frozen"])
         # One store for all jobs; each job's keys have a prefix of their own.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[tuple[Any, Connection] | None] = [None] * size

@@ -47,7 +47,7 @@ def test_attention_by_slices_is_sent_in_one_piece(ranks, name):
     ("name", "kind"),
     [
         ("HunyuanVideo", "joint attention of text and video"),
-        ("Wan Animate 2", "attention that keeps its own kernel"),
+        ("Kandinsky 6, super-resolution", "attention that keeps its own kernel"),
     ],
 )
 def test_models_without_self_attention_to_overlap_are_told(ranks, name, kind):
