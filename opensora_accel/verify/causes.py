@@ -653,6 +653,25 @@ class RoundsMore(Cause):
         )
 
 
+@dataclass(frozen=True)
+class RoundedOnTheWay(Cause):
+    """Ranks cast gradients to half precision, and all before them is right to fp32."""
+
+    kind = "rounding"
+    REMEDY = "gradients of several ranks are added up in half precision: add them up in fp32"
+    factors: tuple[tuple[str, float], ...] = ()  # errors, as parts of the gradient, by mesh
+    parameter: str = ""
+    casts: tuple[str, ...] = ()
+
+    @property
+    def what(self) -> str:
+        shown = ", ".join(f"{factor:.1e} on {mesh}" for mesh, factor in self.factors)
+        return (
+            f"ranks round gradients to half precision {self.where}, at {list_names(self.casts)}: with all else in "
+            f"fp32, that of {self.parameter} is off by {shown}, of {self.count}"
+        )
+
+
 # What is wrong beside gradients.
 
 

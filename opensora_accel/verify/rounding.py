@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from opensora_accel.verify.parameters import named_parameters
+from opensora_accel.wrapping import replaced
 
 _aten = torch.ops.aten
 _MAKE = {_aten.randn, _aten.rand, _aten.randn_like, _aten.rand_like, _aten.normal}
@@ -41,6 +42,7 @@ class Rounding:
     number: int  # of the weights
     is_narrow: bool  # in bf16; otherwise in fp64
     wraps: bool = True  # autocast stands around the step, which has none of its own
+    in_fp32: bool = False  # without any autocast: only what the code itself casts is rounded to bf16
 
 
 def round_weights(model: nn.Module, number: int) -> None:
@@ -87,6 +89,17 @@ class _DrawInDouble(TorchDispatchMode):
 def as_in_training(rounding: Rounding) -> Iterator[None]:
     """Within it the step rounds as it would in training."""
     # Without a cache, which would outlive the step's own regions.
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=rounding.wraps, cache_enabled=False)
-    with _DrawInDouble(), autocast:
+    enabled = rounding.wraps and not rounding.in_fp32
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=enabled, cache_enabled=False)
+    with contextlib.ExitStack() as around:
+        around.enter_context(_DrawInDouble())
+        around.enter_context(autocast)
+        if rounding.in_fp32:
+            init: Any = torch.autocast.__init__
+
+            def disabled(region: torch.autocast, *args: Any, **kwargs: Any) -> None:
+                init(region, *args, **kwargs)
+                region._enabled = False
+
+            around.enter_context(replaced(torch.autocast, "__init__", disabled))
         yield

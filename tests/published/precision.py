@@ -76,7 +76,7 @@ BUGS = [
         "autocast keeps no weight that is fp64 or bf16", "values", tool="bf16",
     ),
     Bug(
-        "deepspeedai/DeepSpeed", 4530, 2023, summed_in_bf16, IN_FP64, "rounding", ("sequence",), meshes=SEQUENCE,
-        tool="bf16",
+        "deepspeedai/DeepSpeed", 4530, 2023, summed_in_bf16, IN_FP64, "rounding", ("data", "sequence"),
+        meshes=SEQUENCE, tool="bf16",
     ),
 ]  # fmt: skip

@@ -11,7 +11,6 @@ _LOAD = "nothing compares what a step has loaded with what was saved"
 
 NOT_FOUND_YET = {
     "Flow-Factory #186": f"its first step is right, and {_FIRST_STEP}",
-    "DeepSpeed #4530": "a sum is rounded once more, which is less than what bf16 does to the gradients of one device",
     "accelerate #4071": _FIRST_STEP,
     "accelerate #4233": _FIRST_STEP,
     "verl #7401": _FIRST_STEP,

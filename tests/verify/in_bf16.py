@@ -180,6 +180,7 @@ class Step:
     def _change(self, model: Any, num_ranks: int) -> None:
         """What a communication hook would do to gradients on their way."""
         changes = {
+            "sixteen bits": lambda g: g.bfloat16().to(g.dtype),
             "eight bits": lambda g: g.to(torch.float8_e5m2).to(g.dtype),
             # So small that half precision has no digits for them.
             "fp16, not scaled": lambda g: (g * 1e-5).half().to(g.dtype) / 1e-5,
@@ -199,6 +200,7 @@ WRONG = {
     "moments of a norm in bf16": Step("ulysses", options={"moments": torch.bfloat16}),
     "tokens leave in eight bits": Step("ulysses", options={"move": torch.float8_e4m3fn}),
     "places counted in bf16": Step("ring", options={"places": torch.bfloat16}),
+    "gradients in sixteen bits, hidden by all other roundings": Step("ulysses", "sixteen bits"),
     "gradients in eight bits": Step("ring", "eight bits"),
     "gradients in fp16 that underflow": Step("ulysses", "fp16, not scaled"),
     "gradients in eight bits, finer ones": Step("ring", "eight bits, finer"),

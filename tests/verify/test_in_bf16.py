@@ -22,6 +22,7 @@ PLACES = {
     "a mean over ranks in eight bits": "what pool is given",
     "moments of a norm in bf16": "what blocks.0.q is given",
     "tokens leave in eight bits": "what out is given",
+    "gradients in sixteen bits, hidden by all other roundings": "with all else in fp32, that of out.",
     "places counted in bf16": "what places is given",
     "keys and values in eight bits, under the step's autocast": "what blocks.0.o is given",
 }
