@@ -25,6 +25,21 @@ PACKAGES = {
 SHOWS, MENDED, NOT_INSTALLED = 0, 1, 2
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_report_is_ready_to_be_sent(name):
+    """It says to whom, with which versions, what was expected and found, and names the script."""
+    text = (FOLDER / "reports" / name).with_suffix(".md").read_text(encoding="utf-8")
+    lines = text.splitlines()
+    assert lines[0].startswith("# ") and re.match(r"To: [\w.-]+/[\w.-]+\. Seen with ", lines[2])
+    assert f"`python {name}" in text and "torch 2." in text
+
+
+def test_every_report_has_a_script():
+    assert {path.stem for path in (FOLDER / "reports").iterdir()} == {
+        name.removesuffix(".py") for name in SCRIPTS
+    }
+
+
 def run(name: str, *arguments: str) -> tuple[int, str]:
     """Exit status and output of a script that finds nothing of this repository."""
     environment = os.environ | {"PYTHONPATH": str(APART)}
