@@ -154,6 +154,27 @@ def param_groups(unit: Any) -> Iterator[Any]:
     yield from (group for group in unit._get_fsdp_state()._fsdp_param_groups if group is not None)
 
 
+def leaves_of(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that a backward gives gradients to, by parameters' names: gathered ones in the place of shards.
+
+    Call it between steps. What was never gathered yet is left out.
+    """
+    reshard(model)
+    leaves: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    names = {id(parameter): name for name, parameter in leaves.items()}
+    for module in model.modules():
+        for group in param_groups(module) if isinstance(module, FSDPModule) else ():
+            for each in group.fsdp_params:
+                name = names.get(id(each.sharded_param))
+                if name is None:
+                    continue
+                gathered = getattr(each, "_unsharded_param", None)
+                leaves.pop(name)
+                if gathered is not None:
+                    leaves[name] = gathered
+    return leaves
+
+
 def forget_rounding(model: nn.Module) -> None:
     """Drops what collectives that round have kept for the next step, after gradients that no optimizer step used."""
     for module in model.modules():

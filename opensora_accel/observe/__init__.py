@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from opensora_accel.observe.equality import (
         Holders,
         digest,
+        digest_of_all,
         first_difference,
         holders_of,
         local_part,
         norms,
+        states_of,
     )
     from opensora_accel.observe.fakes import (
         Exchanges,
@@ -134,6 +136,7 @@ __all__ = [
     "changes",
     "compose_axes",
     "digest",
+    "digest_of_all",
     "fake_world",
     "find_blocks",
     "find_call_site",
@@ -153,6 +156,7 @@ __all__ = [
     "process_group_of",
     "promised_groups",
     "smallest_change",
+    "states_of",
     "subsets",
     "trace_nonfinite",
     "transfer_operators",

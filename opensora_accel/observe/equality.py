@@ -14,7 +14,7 @@ odd weights. One number that is another, two that changed places, all with the o
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +36,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _OF_ROWS, _OF_COLUMNS = 0x9E3779B97F4A7C15 - 2**64, 0xD1B54A32D192ED03 - 2**64
 # A digest and its negative have to fit.
 _MASK = 2**62 - 1
+# In the place of a digest, of a rank that has none to compare.
+_UNASKED = 2**62
+_STATE = "state"
+_KINDS: dict[str, Literal["weights", "gradients", "optimizer states"]] = {
+    "weight": "weights", "gradient": "gradients", _STATE: "optimizer states",
+}  # fmt: skip
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -58,6 +64,36 @@ def digest(tensor: Tensor) -> Tensor:
         total = total + (table.sum(1, dtype=torch.int64) * rows).sum()
         total = total * 3 + (table.sum(0, dtype=torch.int64) * columns).sum()
     return (total ^ (total >> 31)) & _MASK
+
+
+def digest_of_all(tensors: Iterable[Tensor]) -> Tensor:
+    """One number of the bits of several tensors, in this order, as `digest` gives it."""
+    total = torch.zeros((), dtype=torch.int64)
+    for tensor in tensors:
+        each = digest(local_part(tensor))
+        total = total.to(each.device) * 3 + each
+    return (total ^ (total >> 31)) & _MASK
+
+
+def states_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, dict[str, Tensor]]:
+    """What optimizers keep of each parameter, by its name and that of the entry: numbers, and tensors of its shape.
+
+    What is kept in codes of few bits is left out.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, dict[str, Tensor]] = {}
+    for optimizer in optimizers:
+        for parameter, entries in optimizer.state.items():
+            kept = {
+                entry: value
+                for entry, value in sorted(entries.items())
+                if isinstance(value, Tensor)
+                and type(local_part(value)) in (Tensor, nn.Parameter)
+                and (value.numel() == 1 or value.shape == parameter.shape)
+            }
+            if id(parameter) in names and kept:
+                found.setdefault(names[id(parameter)], {}).update(kept)
+    return found
 
 
 def norms(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -118,19 +154,28 @@ def holders_of(model: nn.Module) -> dict[str, Holders]:
 class Difference(NamedTuple):
     """The first tensor that differs between ranks that should hold the same."""
 
-    kind: Literal["weights", "gradients"]
+    kind: Literal["weights", "gradients", "optimizer states"]
     # Who has what.
     text: str
 
 
 @torch.no_grad()
-def first_difference(model: nn.Module, holders: Mapping[str, Holders]) -> Difference | None:
-    """Names the first parameter, or else gradient, that differs between ranks that should hold the same.
+def first_difference(
+    model: nn.Module,
+    holders: Mapping[str, Holders],
+    optimizers: Iterable[torch.optim.Optimizer] | None = None,
+) -> Difference | None:
+    """Names the first parameter, or else gradient or optimizer state, that differs between ranks that should hold the
+    same.
 
     None where all are equal; the same on every rank.
 
-    Communication: two integers for each parameter and its gradient, over the ranks that hold the same; where one
-    differs, an object all-gather.
+    Args:
+        optimizers: those whose states are compared too, on all ranks or none. A rank that has no state of a parameter,
+            as where ranks share the states, is not asked.
+
+    Communication: two integers for each parameter, its gradient and its state, over the ranks that hold the same; where
+    one differs, an object all-gather.
     """
     # Weights come first: where they differ, so will all that is computed with them.
     tensors: dict[str, Tensor] = {f"weight {name}": parameter for name, parameter in model.named_parameters()}
@@ -139,21 +184,28 @@ def first_difference(model: nn.Module, holders: Mapping[str, Holders]) -> Differ
         return None
     device = next(iter(tensors.values())).device
     digests = {key: digest(local_part(tensor)).to(device) for key, tensor in tensors.items()}
+    kinds: tuple[str, ...] = ("weight", "gradient")
+    if optimizers is not None:
+        kinds += (_STATE,)
+        for name, states in states_of(model, optimizers).items():
+            tensors[f"{_STATE} {name}"] = next(iter(states.values()))
+            digests[f"{_STATE} {name}"] = digest_of_all(states.values()).to(device)
     # A gradient that one rank alone lacks has to differ, and not to hang.
-    keys = [f"{kind} {name}" for kind in ("weight", "gradient") for name, _ in model.named_parameters()]
-    nothing = torch.full((), -1, dtype=torch.int64, device=device)
+    keys = [f"{kind} {name}" for kind in kinds for name, _ in model.named_parameters()]
+    lacking = {kind: torch.full((), -1, dtype=torch.int64, device=device) for kind in kinds}
+    lacking[_STATE] = torch.full((), _UNASKED, dtype=torch.int64, device=device)
     by_holders: dict[tuple[tuple[str, dist.ProcessGroup], ...], list[str]] = defaultdict(list)
     for key in keys:
         by_holders[tuple(holders[key.partition(" ")[2]].same.items())].append(key)
     compared: list[tuple[list[str], Tensor]] = []
     for axes, names in by_holders.items():
-        mine = torch.stack([digests.get(key, nothing) for key in names])
+        mine = torch.stack([digests.get(key, lacking[key.partition(" ")[0]]) for key in names])
         for _axis, group in axes:
-            # One reduction for both: the greatest is the least of the negatives.
-            extremes = torch.cat([mine, -mine])
+            # One reduction for both: the greatest is the least of the negatives. Who is not asked is never the least.
+            extremes = torch.cat([mine, torch.where(mine == _UNASKED, mine, -mine)])
             dist.all_reduce(extremes, dist.ReduceOp.MIN, group)
             least, greatest = extremes[: len(names)], -extremes[len(names) :]
-            compared.append((names, least != greatest))
+            compared.append((names, (least != greatest) & (least != _UNASKED)))
             mine = least
     any_differs = torch.tensor(0.0, device=device)
     for _, differs in compared:
@@ -207,8 +259,10 @@ def _describe(keys: Sequence[str], everyone: Sequence[Mapping[str, Any]]) -> Dif
     ]
     along = "over all ranks" if axis == "world" else f"along {axis}"
     others = f"; {len(everywhere) - 1} more tensors differ" if len(everywhere) > 1 else ""
-    text = f"the {key.partition(' ')[0]} of {_name(key)} differs {along}: {', '.join(shown)}{others}"
-    return Difference("weights" if key.startswith("weight") else "gradients", text)
+    kind = key.partition(" ")[0]
+    told = {_STATE: "optimizer's state"}.get(kind, kind)
+    text = f"the {told} of {_name(key)} differs {along}: {', '.join(shown)}{others}"
+    return Difference(_KINDS[kind], text)
 
 
 def _name(key: str) -> str:

@@ -35,6 +35,8 @@ class ForwardCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     random_state: tuple[Tensor, Tensor | None]
+    # Whether autocast was on for the model's device, and to which type.
+    autocast: tuple[bool, torch.dtype]
     gradients: dict[int, Tensor]
 
 
@@ -56,7 +58,9 @@ class StepInputs:
             if torch.is_grad_enabled() and model is self._model:
                 parameter = next(self._model.parameters())
                 on_gpu = torch.cuda.get_rng_state(parameter.device) if parameter.is_cuda else None
-                self.calls.append(ForwardCall(args, kwargs, (torch.get_rng_state(), on_gpu), {}))
+                kind = parameter.device.type
+                autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+                self.calls.append(ForwardCall(args, kwargs, (torch.get_rng_state(), on_gpu), autocast, {}))
 
         @torch.compiler.disable(reason="keeps the gradients of a step's outputs")
         def after(model: nn.Module, _args: Any, output: Any) -> None:
@@ -147,9 +151,14 @@ def trace_nonfinite(model: nn.Module, calls: list[ForwardCall]) -> str:
 
 @contextmanager
 def as_then(model: nn.Module, call: ForwardCall) -> Iterator[None]:
-    """Within it, random numbers are those of the call."""
+    """Within it, random numbers and autocast are those of the call."""
     device = next(model.parameters()).device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    is_on, dtype = call.autocast
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        # Without the cache, which would outlive a step along a gradient.
+        torch.autocast(device.type, dtype, enabled=is_on, cache_enabled=False),
+    ):
         on_host, on_gpu = call.random_state
         torch.set_rng_state(on_host)
         if on_gpu is not None:

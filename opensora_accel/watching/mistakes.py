@@ -10,6 +10,13 @@ REMEDIES = {
     "done since: a step that it skipped or took by itself, or a device that computes wrong",
     "drifted gradients": "look for what one rank alone has done since they were equal: another sample, noise or path "
     "of the code, an average that it left out, or a device that computes wrong",
+    "drifted optimizer states": "go on from a state that was saved while they were equal, and look for a device that "
+    "computes wrong: states are made of gradients and weights that are equal",
+    "optimizer states": "load the same states on all of them, or none",
+    "device": "take the machine of this rank out of the job (drain the node) and test its card; go on, on other ranks, "
+    "from a state that was saved no later than the last look in which all was equal",
+    "shard at rest": "take the machine of this rank out of the job (drain the node) and test its memory, unless the "
+    "loop itself writes weights between a forward and the optimizer; go on from a state that was saved before",
     "bucket": "draw buckets by parallel_states.get_data_parallel_group().rank(), and not by the global rank",
     "sample": "deal samples to data ranks: a sampler over parallel_states.get_data_parallel_group(), or "
     "integrations.accelerate.data_parallel_dataloader",

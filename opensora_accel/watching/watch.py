@@ -15,7 +15,10 @@ A mistake between ranks leaves no trace in the loss. What is looked at, and when
     first two steps  all mistakes of `mistakes.REMEDIES`, by up to eleven forwards more in each (`first_steps`)
     every step       the norm of all gradients: NaN, an infinity, a spike, with the step's files
                      when it is not finite: the step runs again, and the first module and rank are named
-    every N steps    weights and their gradients, on the ranks that should hold the same (`observe.equality`)
+    every N steps    weights, gradients and optimizer states, on the ranks that should hold the same
+                     (`observe.equality`)
+                     a microbatch of another rank is run again, or less often, so that it costs less than a hundredth
+                     of the time (`replays`)
                      sample, noise and timestep, on the ranks that share a sample (`shardformer`'s own check)
                      the norm of each block's gradients
 
@@ -28,6 +31,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -52,6 +56,9 @@ from opensora_accel.parallel_states import get_sequence_parallel_group
 from opensora_accel.plan import Plan
 from opensora_accel.watching.first_steps import FirstSteps, mistakes_of_saved_weights
 from opensora_accel.watching.mistakes import LoopMistake
+from opensora_accel.watching.replays import Replays
+from opensora_accel.watching.rest import AtRest
+from opensora_accel.watching.rhythm import Rhythm
 from opensora_accel.wrapping import StepArguments, when_gradients_are_there
 from shardformer import blocks_of
 from shardformer.policy import Policy, find_policy, has_policy
@@ -75,6 +82,8 @@ class watch:
         check_steps: so many first steps are looked at in depth; 0 for none.
         ema: the averaged copy, on the ranks that keep one, for the first steps.
         spike: times the median of the last hundred steps from which a loss or a norm is logged.
+        replay_every: steps between two microbatches of another rank that are run again; 0 for never. By default a
+            multiple of `every` that keeps them below a hundredth of the time, as it was measured.
         policy: as given to `shardformer.shard`; without any, the items of the model's outermost lists of modules count
             as blocks.
 
@@ -82,8 +91,8 @@ class watch:
 
     Raises:
         LoopMistake: on all ranks, where one of them does what `mistakes.REMEDIES` lists.
-        ValueError: `every` is not positive, `check_steps` negative, `spike` not above 1, the plan has other ranks than
-            the job, or `model` is a wrapper.
+        ValueError: `every` is not positive, `check_steps` or `replay_every` negative, `spike` not above 1, the plan
+            has other ranks than the job, or `model` is a wrapper.
     """
 
     def __init__(
@@ -95,6 +104,7 @@ class watch:
         check_steps: int = 2,
         ema: nn.Module | None = None,
         spike: float = 5.0,
+        replay_every: int | None = None,
         policy: Policy | None = None,
         first_step: int = 1,
     ):
@@ -102,6 +112,8 @@ class watch:
             raise ValueError(f"every must be at least 1 step between two looks; got {every}")
         if check_steps < 0:
             raise ValueError(f"check_steps must be 0 or a number of first steps; got {check_steps}")
+        if replay_every is not None and replay_every < 0:
+            raise ValueError(f"replay_every must be 0 or a number of steps; got {replay_every}")
         if not spike > 1:
             raise ValueError(f"spike must be above 1, times the median of the steps before; got {spike}")
         if hasattr(model, "module") and isinstance(model.module, nn.Module):
@@ -121,6 +133,11 @@ class watch:
         block_of = {id(p): place for place, block in enumerate(blocks.values()) for p in block.parameters()}
         self._places = {name: block_of.get(id(p), len(blocks)) for name, p in model.named_parameters()}
         self._holders = holders_of(model)
+        self._replays = Replays(model, blocks)
+        self._rhythm = Rhythm(first_step, every, replay_every)
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        # Of shards that no other rank holds, before a step that is looked at.
+        self._at_rest = AtRest(model, self._holders)
         self._inputs = StepInputs(model)
         self._first = FirstSteps(model, self._inputs, ema, check_steps) if check_steps else None
         # The losses that the loop has given in this step, and the samples that they are of.
@@ -143,6 +160,8 @@ class watch:
             # A step may have more than one optimizer; other models of the program have theirs.
             if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
                 return None
+
+            self._optimizers.add(optimizer)
 
             def look() -> None:
                 self._stepped.add(id(optimizer))
@@ -167,6 +186,7 @@ class watch:
     def __exit__(self, kind: type[BaseException] | None, *others: Any) -> None:
         if kind is None:
             self._look_at_losses()
+        self._replays.forget()
         self._undo.__exit__(kind, *others)
 
     def _before_forward(self, model: nn.Module, _args: Any) -> None:
@@ -177,10 +197,19 @@ class watch:
         is_own = model is self._model and not self._is_looking and torch.is_grad_enabled()
         if is_own and (self._stepped or self._is_checked):
             self.step()
+        if is_own and self._is_past_first_steps:
+            if self._is_due or self._is_replay_due:
+                self._at_rest.before_forward(self._optimizers)
+            if self._is_replay_due:
+                self._replays.before_forward()
 
     @property
     def _is_due(self) -> bool:
         return (self._number - self._first_step) % self._every == 0
+
+    @property
+    def _is_replay_due(self) -> bool:
+        return self._replays.is_on and self._is_past_first_steps and self._rhythm.is_due(self._number)
 
     # ---- what a loop calls
 
@@ -231,6 +260,8 @@ class watch:
         self._samples.clear()
         if self._is_past_first_steps:
             self._inputs.calls.clear()
+        self._replays.forget()
+        self._at_rest.forget()
         self._number += 1
         self._is_checked = False
         self._stepped.clear()
@@ -287,8 +318,11 @@ class watch:
             )
         if math.isfinite(norm):
             self._norms.append(norm)
-            if self._is_due:
+            # What is computed with other weights is other, and says nothing of the one who computes.
+            if self._is_due or self._is_replay_due:
                 self._look_over_ranks()
+            if self._is_replay_due:
+                self._replay()
 
     def _look_at_losses(self) -> None:
         """Looks at the mean of what the loop has given in this step."""
@@ -321,13 +355,23 @@ class watch:
 
     @torch.no_grad()
     def _look_over_ranks(self) -> None:
-        difference = first_difference(self._model, self._holders)
+        # First, as what one rank alone holds differs from nothing.
+        changed = self._at_rest.changed(self._optimizers)
+        if changed:
+            raise LoopMistake([("shard at rest", changed)], self._number)
+        difference = first_difference(self._model, self._holders, self._optimizers)
         if difference is not None:
             name, what = str(difference.kind), difference.text
             if self._last_equal:
                 name, what = f"drifted {name}", f"{what}; they were equal in step {self._last_equal}"
             raise LoopMistake([(name, what)], self._number)
         self._last_equal = self._number
+
+    def _replay(self) -> None:
+        with self._rhythm.measured(self._number):
+            wrong = self._replays.look(self._inputs.calls, self._number, self._samples)
+        if wrong:
+            raise LoopMistake([("device", wrong)], self._number)
 
     @torch.no_grad()
     def _look_at_blocks(self) -> None:
