@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from opensora_accel.observe.flops import FlopCounter, SharedAttention, peak_of
     from opensora_accel.observe.kinds import AFTER, BACKWARD, FORWARD, KINDS, RECOMPUTE
     from opensora_accel.observe.live_bytes import DeviceBytes, LimitedBytes, LiveBytes
+    from opensora_accel.observe.loaded import Whole, sums_of, unlike_file
     from opensora_accel.observe.meshes import (
         MAX_RANKS,
         PART_AXIS_NAMES,
@@ -122,6 +123,7 @@ __all__ = [
     "Step",
     "StepInputs",
     "StepMemory",
+    "Whole",
     "accelerator_stand_ins",
     "are_settled",
     "arena_bytes",
@@ -158,8 +160,10 @@ __all__ = [
     "smallest_change",
     "states_of",
     "subsets",
+    "sums_of",
     "trace_nonfinite",
     "transfer_operators",
+    "unlike_file",
     "without_loss_scaling",
     "without_values",
 ]

@@ -31,7 +31,7 @@ from shardformer.tensor_parallel import group_of_cut
 # Columns of the table that a tensor is read as.
 _COLUMNS = 4096
 # Numbers of 64 bits are read as two: the highest bit of a sum, which wraps around, would be blind to pairs of signs.
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 # Odd factors with many bits: of two places no weight is that of another (Knuth's and a Weyl sequence's).
 _OF_ROWS, _OF_COLUMNS = 0x9E3779B97F4A7C15 - 2**64, 0xD1B54A32D192ED03 - 2**64
 # A digest and its negative have to fit.
@@ -49,7 +49,7 @@ def digest(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     bits = tensor.detach().contiguous().view(-1)
-    bits = bits.view(torch.int8 if tensor.dtype == torch.bool else _INTEGERS[tensor.element_size()])
+    bits = bits.view(torch.int8 if tensor.dtype == torch.bool else INTEGERS[tensor.element_size()])
     num_rows = bits.numel() // _COLUMNS
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for table in (

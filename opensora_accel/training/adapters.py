@@ -81,23 +81,25 @@ class SavedAdapter:
         ends = {re.sub(r"^.*?\.\d+\.", "", layer) for layer in self.parts}
         return dataclasses.replace(self.config, targets=tuple(sorted(ends)))
 
+    @property
+    def stored(self) -> dict[str, Stored]:
+        """Its tensors, by the names that they have in the model."""
+        return {
+            # Matrices of a LoRA are layers of their own.
+            f"{layer}.{part}.default{'.weight' if part.startswith('lora') else ''}": _Read(
+                self.path, layer, tensor
+            )
+            for layer, parts in self.parts.items()
+            for part, tensor in parts.items()
+        }
+
     def fill(self, model: nn.Module) -> None:
         """Gives its values to the adapters of a model, at once or when they are made.
 
         Raises:
             ValueError: shapes do not fit.
         """
-        fill(
-            model,
-            {
-                # Matrices of a LoRA are layers of their own.
-                f"{layer}.{part}.default{'.weight' if part.startswith('lora') else ''}": _Read(
-                    self.path, layer, tensor
-                )
-                for layer, parts in self.parts.items()
-                for part, tensor in parts.items()
-            },
-        )
+        fill(model, self.stored)
 
 
 def read_adapter(path: str, pipeline: Any) -> SavedAdapter:

@@ -34,6 +34,7 @@ from opensora_accel.training.data import ClipLoader
 from opensora_accel.training.encoding import Encoded, EncodedRows, Encoders
 from opensora_accel.training.expert import Expert
 from opensora_accel.training.kept import CaptionSource, EmbeddedCaptions, StoredCaptions, free_unused
+from opensora_accel.training.loaded import check_loaded, check_weights
 from opensora_accel.training.metrics import OffloadLog, Tracker, check_trackers, show_cache
 from opensora_accel.training.objective import Objective
 from opensora_accel.training.optim import check_schedule_free, set_numbers
@@ -138,6 +139,7 @@ class Trainer:
         self.summary = summary.describe(config, model, self.num_tokens, self.loader.portions)
         plans = {str(bucket): plan for bucket, plan in config.plans.items()}
         model, forward = parallelize(model, config.plan, self.device, plans, packed=cost is not None)
+        check_weights(model, first)
         encoders = Encoders(
             first,
             recipe,
@@ -158,6 +160,7 @@ class Trainer:
         for name, alone in zip(names[1:], others, strict=True):
             model, _ = build.build_model(alone, codec, shapes, self.dtype)
             model, forward = parallelize(model, config.plan, self.device, plans, packed=cost is not None)
+            check_weights(model, alone)
             second = self.objective.add_second(alone, model, forward)
             self.experts.append(Expert(name, alone, second, self.saver))
         self._saved: tuple[int, Path] | None = None
@@ -168,6 +171,7 @@ class Trainer:
                 set_numbers(optimizer, of_model.optimizer or [{} for _ in optimizer.param_groups])
                 expert.norms.extend(of_model.norms)
             self.loader.load_state_dict(dataclasses.asdict(record.data))
+            check_loaded(saved, record, [expert.state for expert in self.experts], self.loader.state_dict())
             self._saved = self.state.step, saved
         if config.codec.cache or config.image.cache or self.disk_cache is not None:
             batches = (config.steps - self.state.step) * config.optim.accumulation

@@ -17,6 +17,8 @@ REMEDIES = {
     "from a state that was saved no later than the last look in which all was equal",
     "shard at rest": "take the machine of this rank out of the job (drain the node) and test its memory, unless the "
     "loop itself writes weights between a forward and the optimizer; go on from a state that was saved before",
+    "loaded state": "look for what the loader left as it was, filled with zeros or read at another place, and whether "
+    "what was saved is all that there is; go on only with what was saved",
     "bucket": "draw buckets by parallel_states.get_data_parallel_group().rank(), and not by the global rank",
     "sample": "deal samples to data ranks: a sampler over parallel_states.get_data_parallel_group(), or "
     "integrations.accelerate.data_parallel_dataloader",

@@ -35,6 +35,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,12 +46,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from opensora_accel.communications import compare_next_forwards, gather_objects
 from opensora_accel.observe import (
     StepInputs,
+    Whole,
     find_blocks,
     first_difference,
     holders_of,
     local_part,
     norms,
+    sums_of,
     trace_nonfinite,
+    unlike_file,
 )
 from opensora_accel.parallel_states import get_sequence_parallel_group
 from opensora_accel.plan import Plan
@@ -59,6 +63,7 @@ from opensora_accel.watching.mistakes import LoopMistake
 from opensora_accel.watching.replays import Replays
 from opensora_accel.watching.rest import AtRest
 from opensora_accel.watching.rhythm import Rhythm
+from opensora_accel.weights import find_stored
 from opensora_accel.wrapping import StepArguments, when_gradients_are_there
 from shardformer import blocks_of
 from shardformer.policy import Policy, find_policy, has_policy
@@ -280,11 +285,16 @@ class watch:
         with self._first.sampling(may_keep_bytes):
             yield
 
-    def saves(self, state: Mapping[str, Any]) -> None:
+    def saves(self, state: Mapping[str, Any]) -> dict[str, int]:
         """What the loop is about to write, on the ranks that write: names and shapes have to be the model's own.
 
         Args:
-            state: by name, tensors; of adapters (LoRA) alone, or of the whole model.
+            state: by name, tensors; of adapters (LoRA) alone, or of the whole model. Moments and averages may be among
+                them, under names of their own.
+
+        Returns:
+            A number of each tensor's bits, by its name. Written beside the state, as JSON, they tell `loaded` what it
+            was, in whatever form and cut it is written and read.
 
         Raises:
             LoopMistake: on this rank alone.
@@ -292,6 +302,39 @@ class watch:
         wrong = mistakes_of_saved_weights(self._model, state)
         if wrong:
             raise LoopMistake([("saved weights", wrong)], self._number)
+        return sums_of({name: each for name, each in state.items() if isinstance(each, Tensor)})
+
+    def loaded(
+        self, state: Mapping[str, Tensor], saved: str | Path | Mapping[str, int | Tensor] | None
+    ) -> None:
+        """What the ranks hold after a load; it has to be what was saved, to the bit. All ranks call it.
+
+        Args:
+            state: by name, what this rank holds: whole tensors or DTensors; of the model `model.state_dict()`.
+            saved: a folder or a file of safetensors, whole tensors as they were read, or the numbers that `saves` gave;
+                None on ranks that do not know. Whatever it names has to be in `state`.
+
+        Communication: two object all-gathers of a number for each tensor.
+
+        Raises:
+            LoopMistake: on all ranks, with the first tensor that is another, and the rank.
+            ValueError, OSError: on all ranks, where what was saved cannot be read on one of them.
+        """
+        stored: Mapping[str, Any] | None = None
+        error = ""
+        if isinstance(saved, (str, Path)):
+            try:
+                stored = find_stored(Path(saved))
+            except (OSError, ValueError) as failure:
+                error = str(failure)
+        elif saved is not None:
+            stored = {name: Whole(each) if isinstance(each, Tensor) else each for name, each in saved.items()}
+        errors = [each for each in gather_objects(error) if each]
+        if errors:
+            raise ValueError(f"what was loaded cannot be compared: {errors[0]}")
+        unlike = unlike_file(state, stored)
+        if unlike:
+            raise LoopMistake([("loaded state", unlike)], self._number)
 
     # ---- what it looks at
 

@@ -40,7 +40,8 @@ Tool = Literal["verify", "watch", "loader", "single device", "bf16", "several st
 - single device: one device beside the measured change of its loss, or beside a plain model
 - bf16: the step as it is run, in bf16, beside fp64 (`--dtype bf16`)
 - watch: around the loop
-- loader: a load that holds every tensor against its file, and data that are gone through once
+- loader: what is loaded is held against what was saved, by `watch` where a loop says both, and data are gone through
+  once
 - several steps: what comes after the first step of the optimizer
 """
 
@@ -93,7 +94,7 @@ class Bug:
         `verify` runs whatever is not a loop for `watch`, also what it is not made for yet.
         """
         twin = Twin(self, is_wrong)
-        if self.tool == "watch":
+        if "watched" in inspect.signature(self.step).parameters:
             (plan,) = self.meshes
             assert isinstance(plan, Plan)
             (names, text), *_ = ranks(plan.world_size, _watched, twin, plan)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from opensora_accel import Plan
 from opensora_accel.observe.meshes import Run
 from tests.published.bug import Bug
 from tests.published.models import batches
@@ -96,20 +97,23 @@ def average_that_begins_anew(model: Any, run: Run, is_wrong: bool) -> dict[str, 
     return {**losses, "average": torch.stack([each.norm() for each in average.values()]).norm()}
 
 
-def trains_and_goes_on(model: Any, run: Run, through_a_file: Any) -> dict[str, Any]:
+def trains_and_goes_on(model: Any, run: Run, watched: Any, through_a_file: Any) -> None:
     """Two steps of SGD with momentum, and two more when `through_a_file(buffers)` has saved and read its state."""
-    forward, losses = averaged(model, run), {}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    forward, optimizer = averaged(model, run), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for number, x in enumerate(batches(4)):
-        if number == 2 and not run.is_reference:
-            through_a_file([optimizer.state[p]["momentum_buffer"] for p in model.parameters()])
+        if number == 2:
+            state = {name: optimizer.state[p]["momentum_buffer"] for name, p in model.named_parameters()}
+            saved = watched.saves(state)
+            through_a_file([*state.values()])
+            watched.loaded(state, saved)
         optimizer.zero_grad()
-        losses[f"loss {number}"] = finish(forward(x))
+        loss = forward(x).square().mean()
+        watched.loss(loss)
+        loss.backward()
         optimizer.step()
-    return losses
 
 
-def read_at_padded_places(model: Any, run: Run, is_wrong: bool) -> dict[str, Any]:
+def read_at_padded_places(model: Any, run: Run, is_wrong: bool, watched: Any) -> None:
     """Buckets of the optimizer's state are saved without the padding at their ends, and parameters are looked for at
     the places that they had with it; what lies past the end is filled with zeros."""
 
@@ -126,10 +130,10 @@ def read_at_padded_places(model: Any, run: Run, is_wrong: bool) -> dict[str, Any
             found = file[place : place + buffer.numel()]
             buffer.copy_(nn.functional.pad(found, (0, buffer.numel() - found.numel())).view_as(buffer))
 
-    return trains_and_goes_on(model, run, through_a_file)
+    trains_and_goes_on(model, run, watched, through_a_file)
 
 
-def moments_left_behind(model: Any, run: Run, is_wrong: bool) -> dict[str, Any]:
+def moments_left_behind(model: Any, run: Run, is_wrong: bool, watched: Any) -> None:
     """The state into which an optimizer is loaded is made without its moments, as no step has made them yet; what the
     file has of them is dropped without a word."""
 
@@ -138,7 +142,7 @@ def moments_left_behind(model: Any, run: Run, is_wrong: bool) -> dict[str, Any]:
         for buffer, saved in zip(buffers, file, strict=True):
             buffer.copy_(torch.zeros_like(saved) if is_wrong else saved)
 
-    return trains_and_goes_on(model, run, through_a_file)
+    trains_and_goes_on(model, run, watched, through_a_file)
 
 
 BUGS = [
@@ -164,10 +168,11 @@ BUGS = [
     ),
     Bug(
         "NVIDIA/Megatron-LM", 5077, 2026, read_at_padded_places, "with one bucket nothing is padded in between",
-        "state", tool="loader",
+        "loaded state", meshes=(Plan(dp_replicate=2),), tool="loader",
     ),
     Bug(
         "areal-project/AReaL", 1468, 2026, moments_left_behind,
-        "the weights are right, and moments come back in time", "state", tool="loader",
+        "the weights are right, and moments come back in time", "loaded state",
+        meshes=(Plan(dp_replicate=2),), tool="loader",
     ),
 ]  # fmt: skip

@@ -442,7 +442,7 @@ def test_what_cannot_be_checked_is_refused():
 
 def test_every_mistake_has_a_case():
     later = {"saved weights", "drifted weights", "drifted gradients", "drifted optimizer states"}
-    later |= {"optimizer states", "device", "shard at rest"}
+    later |= {"optimizer states", "device", "shard at rest", "loaded state"}
     assert {name for _, _, name, _ in MISTAKES} | later == set(REMEDIES)
 
 

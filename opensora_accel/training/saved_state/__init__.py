@@ -27,7 +27,7 @@ from opensora_accel.training.saved_state.folder import (
     run_of,
     set_newer_aside,
 )
-from opensora_accel.training.saved_state.load import load_states
+from opensora_accel.training.saved_state.load import load_states, stored_of
 from opensora_accel.training.saved_state.save import SAVING, Saver, TrainState, record_of_model
 
 __all__ = [
@@ -48,4 +48,5 @@ __all__ = [
     "record_of_model",
     "run_of",
     "set_newer_aside",
+    "stored_of",
 ]

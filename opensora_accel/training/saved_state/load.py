@@ -71,6 +71,22 @@ def _load_state(
         state.ema.num_updates = record.ema_updates
 
 
+def stored_of(folder: Path, number: int, state: TrainState) -> dict[str, Stored]:
+    """What the state of a model of this number has to be, by "weight NAME", "ENTRY of NAME" and "average of NAME"."""
+    stems = stems_of(number)
+    weights = find_stored(folder / stems.model, WEIGHTS_STEM)
+    stored = {f"weight {name}": each for name, each in weights.items()}
+    for name, each in find_stored(folder, stems.optimizer).items():
+        parameter, _, entry = name.rpartition(".")
+        stored[f"{entry} of {parameter}"] = each
+    if isinstance(state.ema, EMA):
+        has_averages = (folder / stems.averaged).is_dir()
+        averaged = find_stored(folder / stems.averaged, WEIGHTS_STEM) if has_averages else weights
+        # Only what is trained has an average; the files have all.
+        stored |= {f"average of {name}": averaged[name] for name in state.ema.weights}
+    return stored
+
+
 @torch.no_grad()
 def _fill(target: Tensor, stored: Stored) -> None:
     """Reads a tensor, or this rank's shard of it."""
