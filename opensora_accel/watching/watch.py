@@ -20,7 +20,7 @@ A mistake between ranks leaves no trace in the loss. What is looked at, and when
                      a microbatch of another rank is run again, or less often, so that it costs less than a hundredth
                      of the time (`replays`)
                      sample, noise and timestep, on the ranks that share a sample (`shardformer`'s own check)
-                     the norm of each block's gradients
+                     the norm of each block's gradients; weights, samples and draws that stand still (`standstill`)
 
 A mistake between ranks ends the run by a `LoopMistake` on all of them, because no step after it is worth its time.
 Anything else is logged. After the first two steps it takes at most a hundredth of the run's time.
@@ -63,6 +63,7 @@ from opensora_accel.watching.mistakes import LoopMistake
 from opensora_accel.watching.replays import Replays
 from opensora_accel.watching.rest import AtRest
 from opensora_accel.watching.rhythm import Rhythm
+from opensora_accel.watching.standstill import SameBatches, StillWeights
 from opensora_accel.weights import find_stored
 from opensora_accel.wrapping import StepArguments, when_gradients_are_there
 from shardformer import blocks_of
@@ -141,6 +142,9 @@ class watch:
         self._replays = Replays(model, blocks)
         self._rhythm = Rhythm(first_step, every, replay_every)
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._still, self._same = StillWeights(model), SameBatches()
+        self._has_stepped = False  # since the last look
+        self._first_unfollowed = first_step + check_steps if check_steps else 0
         # Of shards that no other rank holds, before a step that is looked at.
         self._at_rest = AtRest(model, self._holders)
         self._inputs = StepInputs(model)
@@ -170,6 +174,7 @@ class watch:
 
             def look() -> None:
                 self._stepped.add(id(optimizer))
+                self._has_stepped = True
                 self.check()
 
             return when_gradients_are_there(args, kwargs, look)
@@ -192,6 +197,7 @@ class watch:
         if kind is None:
             self._look_at_losses()
         self._replays.forget()
+        self._same.close()
         self._undo.__exit__(kind, *others)
 
     def _before_forward(self, model: nn.Module, _args: Any) -> None:
@@ -205,6 +211,9 @@ class watch:
         if is_own and self._is_past_first_steps:
             if self._is_due or self._is_replay_due:
                 self._at_rest.before_forward(self._optimizers)
+                # The draws of the first steps are followed until the forward after them.
+                if self._number > self._first_unfollowed:
+                    self._same.begin()
             if self._is_replay_due:
                 self._replays.before_forward()
 
@@ -262,6 +271,7 @@ class watch:
     def step(self) -> None:
         """A step has ended. Where the loop does not say so, it ends with the first forward of the next one."""
         self._look_at_losses()
+        self._same.step(self._number, self._samples)
         self._samples.clear()
         if self._is_past_first_steps:
             self._inputs.calls.clear()
@@ -409,6 +419,8 @@ class watch:
                 name, what = f"drifted {name}", f"{what}; they were equal in step {self._last_equal}"
             raise LoopMistake([(name, what)], self._number)
         self._last_equal = self._number
+        self._still.look(self._number, self._optimizers, self._has_stepped)
+        self._has_stepped = False
 
     def _replay(self) -> None:
         with self._rhythm.measured(self._number):
