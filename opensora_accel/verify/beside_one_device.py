@@ -37,6 +37,9 @@ from opensora_accel.verify.diagnose import (
     fit_shares,
 )
 from opensora_accel.verify.in_bf16 import InBf16, look_in_bf16
+from opensora_accel.verify.iterations import MeanGradients, Replay
+from opensora_accel.verify.later_steps import Followed, follow
+from opensora_accel.verify.observation import Observation, Probe
 from opensora_accel.verify.pool import RankError, RankPool
 from opensora_accel.verify.report import Report
 from opensora_accel.verify.results import (
@@ -47,7 +50,7 @@ from opensora_accel.verify.results import (
     find_origin,
     wrong_shapes,
 )
-from opensora_accel.verify.run_step import Observation, Probe, observe
+from opensora_accel.verify.run_step import observe
 
 # How long the other ranks may take to notice that one of them failed.
 _GRACE_S = 5.0
@@ -155,7 +158,9 @@ def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int
     meshes: list[MeshResult] = []
     for shape, right in zip(shapes, expected, strict=True):
         say(str(shape), len(meshes), total)
-        meshes.append(runner.on_mesh(shape, right))
+        # Of what one device was followed through; one more shows whether ranks step on.
+        replay = Replay(most=right.num_followed) if right.replayed else None
+        meshes.append(runner.on_mesh(shape, right, replay=replay))
     # From here on everything is arithmetic on what was observed.
     results = Results(meshes)
     fits = fit_gradients(results)
@@ -180,6 +185,9 @@ def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int
         *causes_on_one_device(derivatives, results),
         *diagnose(results, fits, origin=origin, shares=shares),
     ]
+    # What a later step does wrong is told before what it returns.
+    followed = follow(results) if all(cause.kind == "result" for cause in causes) else Followed()
+    causes = [*followed.causes, *causes]
     # A right step may be right only because it was seeded here as it should be: does another seed change the gradients
     # of ranks that share a sample?
     shared = [mesh for mesh in meshes if mesh.shape.world_size > mesh.shape.data_size]
@@ -198,6 +206,7 @@ def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int
         causes,
         time.perf_counter() - started,
         derivatives,
+        followed=followed,
         unproven_seeds=() if causes else tuple(drawn),
     )
 
@@ -247,7 +256,7 @@ class _Runner:
         if key in self._expected:
             return self._expected[key]
         try:
-            expected = self._expected[key] = Expected(tuple(self.turns(shape)))
+            expected = Expected(tuple(self.turns(shape, replay=Replay())))
         except RankError as error:
             text = error.errors[0].strip()
             # What asks for a type or a device says so at the end of its traceback.
@@ -266,7 +275,30 @@ class _Runner:
                 "(other than after an optimizer's step), is the loss a constant? Gradients that lie elsewhere are "
                 'returned: {"loss": loss, "gradients": {name: tensor}}'
             )
-        return expected
+        self._expected[key] = self._replayed(shape, expected)
+        return self._expected[key]
+
+    def _replayed(self, shape: MeshShape, expected: Expected) -> Expected:
+        """With all optimizer steps, as data ranks take them that average their gradients (`iterations`)."""
+        turns, first = expected.turns, expected.first
+        if not first.num_steps:
+            return expected
+        reason = next((turn.no_replay for turn in turns if turn.no_replay), "")
+        if any(turn.num_steps != first.num_steps for turn in turns):
+            reason = "data ranks have unlike numbers of optimizer steps"
+        if reason:  # one turn is right as it is
+            return replace(expected, replayed=turns if len(turns) == 1 else (), no_replay=reason)
+        means: tuple[MeanGradients, ...] = ()
+        try:
+            while len(means) < len(first.iterations):
+                seen = [turn.iterations[len(means)].backwards for turn in turns]
+                means = *means, MeanGradients.of(seen)
+                turns = tuple(self.turns(shape, replay=Replay(means=means))) if len(turns) > 1 else turns
+            moved = tuple(self.turns(shape, replay=Replay(means=means, is_noisy=True)))
+        except RankError as error:
+            last = error.errors[0].strip().splitlines()[-1]
+            return replace(expected, no_replay=f"the step does not run as often as that: {last}")
+        return replace(expected, replayed=turns, moved=moved)
 
     def derivatives(self, shape: MeshShape) -> Derivatives:
         """Whether the single device's backward is the derivative of its forward."""

@@ -698,6 +698,15 @@ class ClippedTooEarly(Cause):
     REMEDY = "average gradients first, then clip"
 
 
+class NeverClipped(Cause):
+    kind = "clipping"
+    WHAT = "one device clips {count}, and ranks clip nothing {where}"
+    REMEDY = (
+        "the clip function is never called there, or is given no parameters that are this model's: a generator "
+        "(model.parameters()) is empty once something has gone through it, so make a list of it"
+    )
+
+
 class StaleOptimizer(Cause):
     kind = "optimizer"
     WHAT = (

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from opensora_accel.verify.causes import Cause, CutOff, OtherForward, Where, WrongBackward
+from opensora_accel.verify.observation import Observation, Probe
 from opensora_accel.verify.operators import OperatorProbe, WrongOperator
 from opensora_accel.verify.parameters import map_tensors, named_parameters, whole
 from opensora_accel.verify.results import Results
-from opensora_accel.verify.run_step import Observation, Probe
 from opensora_accel.verify.stop_gradients import StopGradients
 
 _NUM_DIRECTIONS = 3

@@ -29,6 +29,7 @@ from opensora_accel.observe import MeshShape
 from opensora_accel.verify import causes
 from opensora_accel.verify.causes import Cause, Origin, Place, ScaledByShares
 from opensora_accel.verify.fit import (
+    TOLERANCE,
     Remedy,
     Samples,
     are_equal,
@@ -38,8 +39,10 @@ from opensora_accel.verify.fit import (
     fit_ranks,
     fit_slices,
     has_remedy,
+    relative_error,
 )
 from opensora_accel.verify.results import MeshResult, Results, wrong_shapes
+from opensora_accel.verify.side_effects import expected_after_clipping
 
 # Errors below it are what fp32 leaves.
 _FP32 = 1e-5
@@ -103,6 +106,14 @@ def diagnose(
         *beside,
         *returned,
     ]
+
+
+def diagnose_gradients(results: Results) -> list[Cause]:
+    """What is wrong with gradients, or with what the model was given, where nothing else was observed."""
+    fits = fit_gradients(results)
+    unlike = find_unlike_starts(results, fits, None)
+    gradients = [*_one_sided_gradients(results), *_wrong_gradients(results, fits, None, None)]
+    return unlike or gradients or _wrong_clips(results)
 
 
 # What makes a comparison pointless: a step that fails, other weights, other data.
@@ -458,6 +469,9 @@ def _first_wrong(results: Results, names: Sequence[str]) -> list[str]:
 
 def _wrong_clips(results: Results) -> list[Cause]:
     """Gradients that are right until they are clipped."""
+    unclipped = _never_clipped(results)
+    if unclipped:
+        return [results.cause(causes.NeverClipped, unclipped)]
     wrong = results.wrong_of(MeshResult.clipped)
     if not wrong:
         return []
@@ -467,6 +481,22 @@ def _wrong_clips(results: Results) -> list[Cause]:
     if len(factors) > 1 or not all(scales):
         return [results.cause(causes.ClippedByOtherNorms, wrong_shapes(wrong))]
     return [results.cause(causes.ClippedByFactor, wrong_shapes(wrong), by=next(iter(factors.values())))]
+
+
+def _never_clipped(results: Results) -> Shapes:
+    """Gradients that one device clips, and that ranks leave as they are."""
+    bad = Shapes(list)
+    for mesh in results.ran:
+        # Gradients that were handed over may have been clipped where they lie.
+        if any(each.clips or not each.trained for each in mesh.observations):
+            continue
+        first, right = mesh.expected.first, mesh.expected.gradients
+        (clipped, *_) = expected_after_clipping(first.clips, right, {})
+        for name, after in clipped.items():
+            before = right[name]
+            if before is not None and relative_error(after, before) > TOLERANCE:
+                bad[name].append(mesh.shape)
+    return bad
 
 
 def _wrong_results(results: Results, *, is_input: bool) -> list[Cause]:

@@ -15,9 +15,9 @@ from torch import Tensor
 from opensora_accel.observe import MeshShape
 from opensora_accel.verify.causes import Cause, LostInBf16, RoundedOnTheWay, RoundsMore
 from opensora_accel.verify.fit import NEGLIGIBLE, largest
+from opensora_accel.verify.observation import Observation
 from opensora_accel.verify.results import Expected, MeshResult, Results
 from opensora_accel.verify.rounding import Rounding
-from opensora_accel.verify.run_step import Observation
 
 NUM_RUNS = 3
 # Of one device's error. From the first on ranks round more, whatever they do; of n numbers from 1 + 3 / √n times that

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opensora_accel.observe import find_call_site
+from opensora_accel.verify.observation import Probe
 from opensora_accel.verify.parameters import map_tensors, named_modules
-from opensora_accel.verify.run_step import Probe
 from opensora_accel.verify.stop_gradients import StopGradients, around_functions
 
 _STEPS = (1e-3, 1e-5, 1e-7)

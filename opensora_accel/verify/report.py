@@ -15,6 +15,7 @@ from opensora_accel.verify.causes import Cause, join_words, list_names
 from opensora_accel.verify.derivatives import Derivatives
 from opensora_accel.verify.fit import Samples, magnitude
 from opensora_accel.verify.in_bf16 import InBf16
+from opensora_accel.verify.later_steps import Followed
 from opensora_accel.verify.results import MeshResult, Results
 
 # What may be wrong beside gradients, by the kind of cause, in words for the verdict.
@@ -25,6 +26,10 @@ _BESIDE_GRADIENTS = {
     "clipping": "not what is left of it after clipping",
     "optimizer": "the optimizer does not train them all",
     "outside": "not all that is trained was compared",
+    "state": "what one step leaves for the next is not that of one device",
+    "steps": "the optimizer steps more or less often",
+    "trained": "other parameters are trained",
+    "update": "the optimizer makes something else of it",
     "result": "not what the step returns or hands upstream",
 }
 # From here on a common factor is told.
@@ -41,6 +46,7 @@ class Report:
     causes: Sequence[Cause]
     seconds: float
     derivatives: Derivatives = field(default_factory=Derivatives)  # of the single device
+    followed: Followed = field(default_factory=Followed)  # optimizer steps
     in_bf16: InBf16 | None = None
     unproven_seeds: Sequence[str] = ()  # default generators whose seed counts, which the step left to others
 
@@ -104,6 +110,7 @@ class Report:
         ]
         if idle:
             notes.append(f"{len(idle)} parameters take no part in the loss ({list_names(idle)})")
+        notes += self.followed.notes
         return notes
 
     def unproven(self) -> list[str]:
@@ -151,8 +158,9 @@ class Report:
             mark = "·" if self.derivatives.reason else "✗" if self.derivatives.causes_doubt else "✓"
             lines.append(f"  {mark} {'one device':{width}}  {self.derivatives}")
         for mesh in self.results:
-            mark = "✓" if self.all_results.is_right(mesh) else "✗"
-            lines.append(f"  {mark} {mesh.shape!s:{width}}  {_describe(mesh)}")
+            is_right = self.all_results.is_right(mesh) and not self.followed.is_wrong(mesh.shape)
+            steps = self.followed.describe(mesh.shape)
+            lines.append(f"  {'✓' if is_right else '✗'} {mesh.shape!s:{width}}  {_describe(mesh)}{steps}")
         if self.in_bf16 is not None:
             mark = "·" if self.in_bf16.reason else "✗" if self.in_bf16.causes else "✓"
             lines.append(f"  {mark} {self.in_bf16}")
@@ -190,7 +198,8 @@ class Report:
                 {
                     "mesh": str(mesh.shape),
                     "degrees": dict(mesh.shape.degrees),
-                    "ok": self.all_results.is_right(mesh),
+                    "ok": self.all_results.is_right(mesh) and not self.followed.is_wrong(mesh.shape),
+                    "steps": self.followed.steps.get(mesh.shape, 0),
                     "seconds": mesh.seconds,
                     "errors": {str(rank): text for rank, text in mesh.errors.items()},
                     "parameters": _errors(mesh.parameters()),

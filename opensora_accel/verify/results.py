@@ -25,10 +25,12 @@ from torch import Tensor
 from opensora_accel.observe import PART_AXIS_NAMES, MeshShape, compose_axes, subsets
 from opensora_accel.verify.causes import Cause, Origin, Side, Where
 from opensora_accel.verify.fit import NEGLIGIBLE, TOLERANCE, Samples, largest, relative_error
+from opensora_accel.verify.observation import Observation
 from opensora_accel.verify.parameters import join_shares, match_rows
-from opensora_accel.verify.run_step import Observation
 from opensora_accel.verify.side_effects import expected_after_clipping
 
+# Rounding errors of ranks, in those of one run that was moved by some.
+_MOST_NOISE = 30.0
 AnyCause = TypeVar("AnyCause", bound=Cause)
 # One call of the single device for every data rank in turn, or a single one for the whole batch.
 Reference = Literal["turns", "whole"]
@@ -36,9 +38,20 @@ Reference = Literal["turns", "whole"]
 
 @dataclass(frozen=True)
 class Expected:
-    """What is right for one number of data ranks, by the single device."""
+    """What is right for one number of data ranks, by the single device.
+
+    Attributes:
+        replayed: the turns once more, each with the mean gradient of all in every iteration.
+        moved: the same, with gradients moved by rounding errors.
+        no_replay: why there is neither, though an optimizer steps.
+        noise: how far that has moved what is in `gradients`.
+    """
 
     turns: tuple[Observation, ...]
+    replayed: tuple[Observation, ...] = ()
+    moved: tuple[Observation, ...] = ()
+    no_replay: str = ""
+    noise: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def first(self) -> Observation:
@@ -56,14 +69,26 @@ class Expected:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """The mean of what all turns returned."""
-        names = [name for name in self.first.scalars if all(name in turn.scalars for turn in self.turns)]
-        return {name: statistics.fmean(turn.scalars[name] for turn in self.turns) for name in names}
+        """The mean of what all turns returned; nothing, where it is of iterations that were not replayed."""
+        turns = self.replayed or self.turns
+        if self.first.goes_on and (not self.replayed or self.num_followed < self.first.num_steps):
+            return {}
+        names = [name for name in turns[0].scalars if all(name in turn.scalars for turn in turns)]
+        return {name: statistics.fmean(turn.scalars[name] for turn in turns) for name in names}
+
+    @property
+    def num_followed(self) -> int:
+        """Iterations in which the optimizer's step is compared."""
+        return len(self.replayed[0].iterations) if self.replayed else 0
 
     @cached_property
     def floor(self) -> float:
         """Magnitude under which a gradient is rounding errors."""
         return NEGLIGIBLE * largest(self.gradients.values())
+
+    def floor_of(self, name: str) -> float:
+        """By which errors of one of them are measured at least: where rounding errors grow, they are none."""
+        return max(self.floor, _MOST_NOISE * self.noise.get(name, 0.0) / TOLERANCE)
 
 
 @dataclass(frozen=True)
@@ -83,7 +108,7 @@ class MeshResult:
             own = [each.gradients.get(name) for each in self.observations]
             gradients = None if expected is None else self._whole(name, own)
             if expected is not None and gradients is not None:
-                samples[name] = Samples(self.shape, gradients, expected, self.expected.floor)
+                samples[name] = Samples(self.shape, gradients, expected, self.expected.floor_of(name))
         return samples
 
     def _whole(self, name: str, own: Sequence[Tensor | None]) -> tuple[Tensor, ...] | None:

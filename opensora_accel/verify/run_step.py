@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from opensora_accel.communications import exact_collectives, without_comparing_inputs
 from opensora_accel.flash_attn import flash_attn_stand_in
@@ -31,6 +30,8 @@ from opensora_accel.observe import (
     prepare_model,
     without_loss_scaling,
 )
+from opensora_accel.verify.iterations import CannotReplay, Replay, after_each_backward, most_steps_of
+from opensora_accel.verify.observation import Observation, Probe, numbers_of
 from opensora_accel.verify.parameters import (
     FlatParameters,
     digest,
@@ -55,61 +56,6 @@ from opensora_accel.verify.side_effects import (
 from opensora_accel.wrapping import StepArguments, when_gradients_are_there
 
 
-@dataclass
-class Observation:
-    """What one call of the step did on one rank. Tensors are whole, also where parameters are sharded."""
-
-    # What the step returned: its loss, or all that it reports.
-    scalars: dict[str, float] = field(default_factory=dict)
-    # Gradients as they are before anything clips them, and after that; every clip.
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    clipped: dict[str, Tensor] = field(default_factory=dict)
-    clips: list[Clip] = field(default_factory=list)
-    # Axes over which FSDP2 is configured not to add a gradient up.
-    held_back: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    # Digests of the parameters, and of this rank's shards of those that are sharded.
-    weights: dict[str, str] = field(default_factory=dict)
-    shards: dict[str, str] = field(default_factory=dict)
-    # What was backwarded, up to the first optimizer step, on the single device; None where nothing was.
-    loss: float | None = None
-    # Parameters themselves: on the single device all, on a rank those of which it has made itself a slice.
-    values: dict[str, Tensor] = field(default_factory=dict)
-    # Tensors that the model's forward was given, every call's up to the first optimizer step, and their gradients.
-    inputs: dict[str, Tensor] = field(default_factory=dict)
-    input_gradients: dict[str, Tensor] = field(default_factory=dict)
-    # On the single device only: parameters as their gradients became ready, the nearest to the loss first, and shapes
-    # of parameters that the loss reaches and the model does not have.
-    backward_order: dict[str, None] = field(default_factory=dict)
-    outside: list[str] = field(default_factory=list)
-    # Parameters that an optimizer steps and the model no longer has.
-    stale: list[str] = field(default_factory=list)
-    # Default generators that the step drew from and did not seed itself.
-    drawn_from: list[str] = field(default_factory=list)
-    # Where modules were traced: inputs and outputs of every call, by the module's name and how often it was called
-    # before.
-    calls: dict[tuple[str, int], tuple[tuple[Tensor, ...], ...]] = field(default_factory=dict)
-    # Whether the process is no longer as it was before the step.
-    leaves_patches: bool = False
-    # Casts to half precision that were left out, by type and line.
-    lifted: dict[str, None] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
-class Probe:
-    """What else looks at a step, or changes it, beside the observer; by default it does nothing."""
-
-    def around(self) -> AbstractContextManager[Any]:
-        """The step runs within it."""
-        return nullcontext()
-
-    def watch(self, model: nn.Module) -> Callable[[], None]:
-        """The model is there; returns what is to be called when the step has ended."""
-        return lambda: None
-
-    def before_first_forward(self, model: nn.Module) -> None:
-        """The step has wrapped the model, given it weights, and calls it."""
-
-
 class Observer:
     """Watches a model while the step runs. `output_weight` multiplies the gradient that enters its outputs."""
 
@@ -120,8 +66,10 @@ class Observer:
         is_traced: bool = False,
         probes: Sequence[Probe] = (),
         rounding: Rounding | None = None,
+        replay: Replay | None = None,
     ):
-        self.observation = Observation()
+        # What is seen goes into that of the current iteration.
+        self.observation = self._current = Observation()
         self._probes, self._rounding = probes, rounding
         self._run, self._output_weight, self._is_traced = run, output_weight, is_traced
         self._model: nn.Module | None = None
@@ -130,8 +78,13 @@ class Observer:
         self._generators: dict[str, Any] = {}
         self._inputs: dict[str, Tensor] = {}
         self._before_clip: dict[int, Tensor] = {}
-        self._num_calls, self._has_seen_weights = 0, False
-        self._captured_at: int | None = None  # the number of calls when gradients were read
+        self._num_calls, self._num_backwards, self._has_seen_weights = 0, 0, False
+        self._most = 1  # iterations that are kept
+        self._is_captured = False  # gradients of the current iteration were read
+        self._replay = replay
+        self._previous: Observation | None = None  # the iteration before, until its parameters are read
+        self._stepping: list[int] = []  # optimizers within whose step this is
+        self._stepped: set[int] = set()  # those that have stepped in the current iteration
         self._hooks = ExitStack()
 
     @contextmanager
@@ -139,14 +92,18 @@ class Observer:
         """Within it the step runs; at its end gradients are read, if no optimizer's step had them read before."""
         with self._hooks as hooks:
             hooks.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
+            hooks.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
             hooks.enter_context(before_clipping(self._before_clipping))
             self._fsdp1_modules = hooks.enter_context(fsdp1_modules())
             reached: dict[int, nn.Parameter] = {}
             if self._run.is_reference:
                 reached = hooks.enter_context(reached_parameters(self._note_loss))
+                hooks.enter_context(after_each_backward(self._after_backward))
             yield
-            self.capture()
+            if self._current is self.observation:
+                self.capture()
             assert self._model is not None
+            self._end_iteration()
             mine = {id(parameter) for parameter in self._model.parameters()}
             self.observation.outside = [str(tuple(p.shape)) for key, p in reached.items() if key not in mine]
             now, before = generator_states(), self._generators
@@ -161,7 +118,7 @@ class Observer:
         return self
 
     def _note_loss(self, value: float) -> None:
-        if self._captured_at is None:
+        if self._current is self.observation and not self._is_captured:
             self.observation.loss = (self.observation.loss or 0.0) + value
 
     def watch(self, model: nn.Module) -> None:
@@ -175,6 +132,8 @@ class Observer:
         self._model = model
         self._generators = generator_states()
         self._original = {id(parameter): (name, parameter) for name, parameter in named_parameters(model)}
+        if self._replay is not None:
+            self._most = min(self._replay.most, most_steps_of(self._original))
         # Hooks on the model itself: what the step wraps it in calls it in the end.
         self._hooks.callback(model.register_forward_pre_hook(self._see_inputs, with_kwargs=True).remove)
         if self._output_weight is not None:
@@ -214,6 +173,8 @@ class Observer:
     def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if module is not self._model:
             return None
+        if self._is_captured and not self._stepping:
+            self._begin_iteration()
         self._num_calls += 1
         # torch.func puts tensors of its own in the place of parameters.
         if not self._has_seen_weights and not is_transformed():
@@ -238,9 +199,9 @@ class Observer:
         if isinstance(leaf, DTensor):  # the step has sharded it itself
             return leaf
         name = name if self._num_calls == 1 else f"{name} (call {self._num_calls})"
-        is_seen = self._captured_at is None
+        is_seen = self._is_followed and not self._is_captured
         if is_seen:
-            self.observation.inputs[name] = plain(leaf)
+            self._current.inputs[name] = plain(leaf)
         if not leaf.is_floating_point():
             return leaf
         leaf = leaf.double()
@@ -281,37 +242,112 @@ class Observer:
         for key, (name, _parameter) in self._original.items():
             if key in held and key not in mine and name not in self.observation.stale:
                 self.observation.stale.append(name)
-        if self._captured_at is not None or not held & mine:
-            return None  # an optimizer of another model
+        if not held & mine or self._stepping:
+            return None  # an optimizer of another model, or one within another
         if torch._C._current_graph_task_id() != -1:
             raise ValueError(
                 "an optimizer steps within backward, when not all gradients are there; verify the step without it"
             )
-        return when_gradients_are_there(args, kwargs, self.capture)
+        # Another optimizer of the same iteration, unless it steps again.
+        if self._is_captured and id(optimizer) in self._stepped:
+            self._begin_iteration()
+        self.observation.num_steps += not self._stepped
+        self._stepping.append(id(optimizer))
+        self._stepped.add(id(optimizer))
+
+        def look() -> None:
+            assert self._model is not None
+            if not self._is_captured and self._previous is not None:
+                self._read_parameters(self._previous)
+                self._previous = None
+            self.capture()
+            if self._is_followed and self._replay is not None:
+                self._current.held.add(optimizer, self._model)
+
+        return when_gradients_are_there(args, kwargs, look)
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._stepping and self._stepping[-1] == id(optimizer):
+            self._stepping.pop()
+
+    @property
+    def _is_followed(self) -> bool:
+        return self._current is self.observation.iterations[-1]
+
+    def _begin_iteration(self) -> None:
+        """What comes after an optimizer's step is seen apart."""
+        first = self.observation
+        if not self._stepped:  # gradients were handed over, and nothing steps
+            return
+        self._previous = self._current if self._is_followed else None
+        self._current = Observation(
+            weights=first.weights, values=first.values, backward_order=first.backward_order
+        )
+        if first.num_steps < self._most:
+            first.later.append(self._current)
+        self._is_captured, self._num_calls, self._num_backwards = False, 0, 0
+        self._inputs, self._before_clip, self._stepped = {}, {}, set()
+
+    def _end_iteration(self) -> None:
+        """The step has ended."""
+        first = self.observation
+        first.goes_on = self._current is not first
+        # What runs after the last optimizer step is no iteration.
+        if first.later and self._is_followed and not self._is_captured:
+            first.later.pop()
+        elif self._is_followed and self._stepped:
+            self._previous = self._current
+        if self._previous is not None:
+            self._read_parameters(self._previous)
+
+    def _after_backward(self) -> None:
+        """On the single device gradients are exchanged for those of all turns."""
+        if self._model is None or self._replay is None or not self._is_followed:
+            return
+        if self._is_captured and not self._stepping:
+            self._begin_iteration()  # of a graph that was kept
+        if self._is_captured:
+            self.observation.no_replay = "an optimizer's closure runs several times in a step"
+            return
+        number, self._num_backwards = self._num_backwards, self._num_backwards + 1
+        place = self._run.data_rank, len(self.observation.later), number
+        try:
+            own = self._replay.exchange(self._model, *place)
+        except CannotReplay as reason:
+            self.observation.no_replay = str(reason)
+            return
+        if own is not None:
+            self._current.backwards.append(own)
+
+    def _without_backward(self) -> None:
+        """Gradients that no backward has made (torch.autograd.grad) are there before they are clipped or read."""
+        if self._run.is_reference and self._num_backwards == 0:
+            self._after_backward()
 
     def _before_clipping(self, how: ClipKind, limit: float, parameters: Sequence[Tensor]) -> None:
-        if self._model is None or self._captured_at is not None:
+        if self._model is None or self._is_captured or not self._is_followed:
             return
         names = {id(parameter): name for name, parameter in named_parameters(self._model)}
         # Also those that this rank has no gradient of: of a flat parameter it may hold no piece.
         given = [parameter for parameter in parameters if id(parameter) in names]
         if not given:
             return
+        self._without_backward()
         is_flat = any(isinstance(parameter, FlatParameter) for parameter in given)
         clipped = [name for name, _ in self._original.values()] if is_flat else [names[id(p)] for p in given]
         # Clipped again the same way, after another microbatch: what counts is the last time.
         clips = []
-        for clip in self.observation.clips:
+        for clip in self._current.clips:
             left = tuple(name for name in clip.names if clip.how != how or name not in clipped)
             clips.append(dataclasses.replace(clip, names=left))
         is_first = set(clipped).difference(*(clip.names for clip in clips))
-        self.observation.clips = [*(c for c in clips if c.names), Clip(how, limit, tuple(clipped))]
+        self._current.clips = [*(c for c in clips if c.names), Clip(how, limit, tuple(clipped))]
         for parameter in given:
             if parameter.grad is not None and (is_flat or names[id(parameter)] in is_first):
                 self._before_clip[id(parameter)] = parameter.grad.detach().clone()
 
     def capture(self, gradients: Mapping[str, Tensor] | None = None) -> None:
-        """Reads gradients and weights, once: before the first optimizer step, or when the step has ended.
+        """Reads gradients, once an iteration: before its first optimizer step, or when the step has ended.
 
         Args:
             gradients: those that the step handed over, whole, by the names of the parameters.
@@ -319,15 +355,32 @@ class Observer:
         Raises:
             ValueError: no model is watched.
         """
-        if self._captured_at is not None:
+        if self._is_captured:
             return
-        self._captured_at = self._num_calls
         if self._model is None:
             raise ValueError("the step never called run.watch(model), and no model_fn was given")
+        if self._is_followed and gradients is None:
+            self._without_backward()
+        self._is_captured = True
+        if not self._is_followed:
+            return
+        if self._current is self.observation:
+            self._read_weights(self._model)
+        if gradients is None:
+            self._read_gradients(self._model)
+        else:
+            names = [name for name, _ in named_parameters(self._model)]
+            self._current.gradients = {
+                plain_name(n, names): whole(gradient) for n, gradient in gradients.items()
+            }
+        for name, tensor in self._inputs.items():
+            if tensor.grad is not None:
+                self._current.input_gradients[name] = tensor.grad.detach().clone()
+
+    def _read_weights(self, model: nn.Module) -> None:
         observation = self.observation
-        parameters = list(named_parameters(self._model))
         shapes = {name: parameter.shape for name, parameter in self._original.values()}
-        for name, parameter in parameters:
+        for name, parameter in named_parameters(model):
             if isinstance(parameter, DTensor) and any(isinstance(p, Shard) for p in parameter.placements):
                 observation.shards[name] = digest(parameter.to_local())
             # A sharded one is read whole only now: all ranks must take part, which they do at the step's end.
@@ -335,25 +388,26 @@ class Observer:
                 observation.weights[name] = digest(parameter)
             if self._run.is_reference or parameter.shape != shapes.get(name, parameter.shape):
                 observation.values[name] = whole(parameter)
-        if gradients is None:
-            self._read_gradients(self._model)
-        else:
-            names = [name for name, _ in parameters]
-            observation.gradients = {
-                plain_name(n, names): whole(gradient) for n, gradient in gradients.items()
-            }
-        for name, tensor in self._inputs.items():
-            if tensor.grad is not None:
-                observation.input_gradients[name] = tensor.grad.detach().clone()
+
+    def _flat(self, model: nn.Module) -> FlatParameters:
+        return FlatParameters(model, self._fsdp1_modules, [name for name, _ in self._original.values()])
+
+    def _read_parameters(self, into: Observation) -> None:
+        """Communication: an all-gather of what is sharded."""
+        assert self._model is not None
+        if self._replay is not None:
+            flat = self._flat(self._model)
+            rest = ((name, each) for name, each in named_parameters(self._model) if each not in flat)
+            into.after = {name: whole(each) for name, each in rest} | flat.whole(lambda parameter: parameter)
 
     def _read_gradients(self, model: nn.Module) -> None:
-        observation = self.observation
+        observation = self._current
 
         # What a gradient was before it was clipped.
         def before(parameter: nn.Parameter) -> Tensor | None:
             return self._before_clip.get(id(parameter), parameter.grad)
 
-        flat = FlatParameters(model, self._fsdp1_modules, [name for name, _ in self._original.values()])
+        flat = self._flat(model)
         for name, parameter in named_parameters(model):
             if not parameter.requires_grad or parameter in flat:
                 continue
@@ -363,16 +417,13 @@ class Observer:
             is_clipped = gradient is not parameter.grad
             if parameter.grad is not None and (isinstance(parameter, DTensor) or is_clipped):
                 observation.clipped[name] = whole(parameter.grad)
+        observation.trained = {name: each.requires_grad for name, each in named_parameters(model)}
         observation.held_back = held_back_by_fsdp2(model)
         weights = flat.whole(lambda parameter: parameter)
-        observation.weights |= {name: digest(weight) for name, weight in weights.items()}
+        if observation is self.observation:
+            observation.weights |= {name: digest(weight) for name, weight in weights.items()}
         observation.gradients |= dict.fromkeys(weights) | flat.whole(before)
         observation.clipped |= flat.whole(lambda parameter: parameter.grad)
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the model ran again after the first optimizer step."""
-        return self._captured_at is not None and self._num_calls > self._captured_at
 
 
 def observe(
@@ -388,6 +439,7 @@ def observe(
     keeps_dropout: bool = False,
     probes: Sequence[Probe] = (),
     rounding: Rounding | None = None,
+    replay: Replay | None = None,
 ) -> Observation:
     """Builds the model, runs the step once and returns what it did. Collective on the ranks of `run`.
 
@@ -398,7 +450,7 @@ def observe(
         ValueError: the step watches no model, or returns what is no number. What the step itself raises passes
             through.
     """
-    observer = Observer(run, output_weight, is_traced, probes, rounding)
+    observer = Observer(run, output_weight, is_traced, probes, rounding, replay)
     observation, run = observer.observation, dataclasses.replace(run, watch=observer.watch)
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -441,8 +493,7 @@ def observe(
             if isinstance(returned, Mapping) and isinstance(returned.get("gradients"), Mapping):
                 observer.capture(returned["gradients"])
                 returned = {name: value for name, value in returned.items() if name != "gradients"}
-        # After an optimizer's step one device, which took the turns of the data ranks, is no longer the same model.
-        observation.scalars = {} if observer.goes_on else _numbers(returned)
+        observation.scalars = numbers_of(returned)
     finally:
         torch.set_default_dtype(default_dtype)
     return observation
@@ -454,28 +505,3 @@ def _in_bf16(run: Run) -> Run:
     if plan is None or plan.precision != "fp64":
         return run
     return dataclasses.replace(run, shape=dataclasses.replace(run.shape, plan=plan.replace(precision="bf16")))
-
-
-def _numbers(returned: Any) -> dict[str, float]:
-    """What a step returned, by name; a tensor has one element.
-
-    Raises:
-        ValueError: it is no number.
-    """
-    values: Mapping[str, Any] = returned if isinstance(returned, Mapping) else {"loss": returned}
-    numbers = {}
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise ValueError(
-                    f"the step returned {name} of shape {tuple(value.shape)}; return numbers (the loss)"
-                )
-            value = value.detach()
-            value = value.full_tensor() if isinstance(value, DTensor) else value
-        elif value is not None and not isinstance(value, (int, float)):
-            raise ValueError(
-                f"the step returned {name} as {type(value).__name__}; return the loss, or a dict of numbers"
-            )
-        if value is not None:
-            numbers[name] = float(value)
-    return numbers

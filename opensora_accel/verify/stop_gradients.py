@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opensora_accel.observe import find_call_site
-from opensora_accel.verify.run_step import Probe
+from opensora_accel.verify.observation import Probe
 from opensora_accel.wrapping import replaced
 
 _DETACH = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]

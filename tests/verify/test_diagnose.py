@@ -17,8 +17,8 @@ from opensora_accel.verify.causes import (
     WrongValues,
     WrongWeights,
 )
+from opensora_accel.verify.observation import Observation
 from opensora_accel.verify.results import Expected, MeshResult, Results, find_origin
-from opensora_accel.verify.run_step import Observation
 
 SHAPES = [MeshShape.of(mesh) for mesh in ({"data": 2, "tensor": 2}, {"tensor": 3}, {"data": 3, "tensor": 1})]
 RIGHT = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
