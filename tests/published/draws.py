@@ -15,7 +15,7 @@ from opensora_accel import Plan
 from opensora_accel.observe.meshes import Run
 from tests.published.bug import Bug
 from tests.published.models import SEQUENCE, STEPS, Timed, shuffled, train
-from tests.verify.loops import Small, averaged, batch, finish, spread
+from tests.verify.loops import averaged, batch, finish, spread
 
 
 def data(length: int = 24) -> Tensor:
@@ -147,19 +147,19 @@ BUGS = [
         model_fn=Timed, tool="watch", meshes=TWO_RANKS,
     ),
     Bug(
-        "huggingface/accelerate", 4071, 2026, epoch_begun_anew, "a stop at the end of an epoch is right", "data",
-        model_fn=Small, tool="several steps",
+        "huggingface/accelerate", 4071, 2026, epoch_begun_anew, "a stop at the end of an epoch is right", "inputs",
+        ("data",), tool="several steps",
     ),
     Bug(
-        "huggingface/accelerate", 4233, 2026, epoch_dealt_twice, "the epoch that was stopped in is right", "data",
-        tool="several steps",
+        "huggingface/accelerate", 4233, 2026, epoch_dealt_twice, "the epoch that was stopped in is right", "inputs",
+        ("data",), tool="several steps",
     ),
     Bug(
-        "verl-project/verl", 7401, 2026, epoch_left_out, "the run ends without an error", "data",
-        tool="several steps",
+        "verl-project/verl", 7401, 2026, epoch_left_out, "the run ends without an error", "inputs",
+        ("data",), tool="several steps",
     ),
     Bug(
-        "KempnerInstitute/KempnerForge", 57, 2026, counted_from_the_last_stop, "the first stop is right", "data",
-        tool="several steps",
+        "KempnerInstitute/KempnerForge", 57, 2026, counted_from_the_last_stop, "the first stop is right", "inputs",
+        ("data",), tool="several steps",
     ),
 ]  # fmt: skip

@@ -26,16 +26,6 @@ _TOOLS = {
     "bf16": "`verify` in bf16",
     "several steps": "`verify` over several steps",
     "watch": "`watch`",
-    "loader": "the loader",
-}
-# What depends on the machine or on rounding, and the names of more than one parameter.
-_TOOLS = {
-    "verify": "`verify`",
-    "single device": "`verify` on one device",
-    "bf16": "`verify` in bf16",
-    "several steps": "`verify` over several steps",
-    "watch": "`watch`",
-    "loader": "the loader",
 }
 # What depends on the machine, on rounding or on a line of the suite, and the names of more than one parameter.
 _FIGURES = re.compile(r", up to \S+ of the largest| \((?:[\w.]+, )+[^)]*\)|\. To do: .*|(?<=\.py):\d+")

@@ -156,15 +156,15 @@ BUGS = [
     ),
     Bug(
         "deepspeedai/DeepSpeed", 8601, 2026, added_to_what_was_stepped, "`.grad` is empty before every step",
-        "state", tool="several steps",
+        "state", ("data",), tool="several steps",
     ),
     Bug(
         "huggingface/diffusers", 1868, 2022, decay_that_is_its_own_limit, "the weights that are trained are right",
-        "average", tool="several steps",
+        "average", tool="single device",
     ),
     Bug(
-        "koda-dernet/Side-Step", 38, 2026, average_that_begins_anew, "weights and file are right", "average",
-        tool="loader",
+        "koda-dernet/Side-Step", 38, 2026, average_that_begins_anew, "weights and file are right", "result",
+        ("data",), tool="several steps",
     ),
     Bug(
         "NVIDIA/Megatron-LM", 5077, 2026, read_at_padded_places, "with one bucket nothing is padded in between",

@@ -6,18 +6,9 @@ from tests.published import collectives, draws, kernels, precision, scales, stat
 
 BUGS = [*scales.BUGS, *collectives.BUGS, *kernels.BUGS, *precision.BUGS, *draws.BUGS, *state.BUGS]
 
-_FIRST_STEP = "`verify` compares the first step of the optimizer, and this shows in a later one"
-
 NOT_FOUND_YET = {
-    "Flow-Factory #186": f"its first step is right, and {_FIRST_STEP}",
-    "accelerate #4071": _FIRST_STEP,
-    "accelerate #4233": _FIRST_STEP,
-    "verl #7401": _FIRST_STEP,
-    "KempnerForge #57": _FIRST_STEP,
-    "diffusers #1868": f"one device does it too, and {_FIRST_STEP}",
-    "DeepSpeed #8601": _FIRST_STEP,
-    "Side-Step #38": "what a loop does not save cannot be missed, and the average itself is loaded right",
-    "torchtitan #1258": "one device clips and the ranks clip nothing: `verify` compares clips where ranks have some",
+    "Flow-Factory #186": "its first step is right, and casts are lifted from the others",
+    "diffusers #1868": "one device computes the same",
 }
 """By the bug's name, with the reason. A test fails when one of these is found: it then leaves this table."""
 
