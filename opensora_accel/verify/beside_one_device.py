@@ -27,7 +27,7 @@ import torch
 from opensora_accel import parallel_states
 from opensora_accel.observe import MeshShape, ModelFn, Run, Step, meshes_of
 from opensora_accel.plan import Plan
-from opensora_accel.verify.causes import FailsInBf16, Origin, OtherThanPlain, Where, list_names
+from opensora_accel.verify.causes import Cause, FailsInBf16, Origin, OtherThanPlain, Where, list_names
 from opensora_accel.verify.derivatives import PATCHED, Derivatives, causes_on_one_device, check_derivatives
 from opensora_accel.verify.diagnose import (
     diagnose,
@@ -36,9 +36,11 @@ from opensora_accel.verify.diagnose import (
     fit_gradients,
     fit_shares,
 )
+from opensora_accel.verify.draws import find_draws
 from opensora_accel.verify.in_bf16 import InBf16, look_in_bf16
 from opensora_accel.verify.iterations import MeanGradients, Replay
 from opensora_accel.verify.later_steps import Followed, follow
+from opensora_accel.verify.loads import check_loads
 from opensora_accel.verify.observation import Observation, Probe
 from opensora_accel.verify.pool import RankError, RankPool
 from opensora_accel.verify.report import Report
@@ -165,14 +167,15 @@ def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int
     results = Results(meshes)
     fits = fit_gradients(results)
     # Two more runs and one for each rank: only where they can show something that the meshes cannot.
-    origin, shares = None, None
+    origin, shares, draws = None, None, list[Cause]()
     if fits.unexplained:
         # The fewest ranks say it as well, and sooner.
         bad = {shape for shapes in wrong_shapes(fits.unexplained).values() for shape in shapes}
         smallest = min((m for m in results.ran if m.shape in bad), key=lambda mesh: mesh.shape.world_size)
         say("looking for where it comes in", total, total)
-        origin = runner.trace(smallest.shape)
-        if not find_unlike_starts(results, fits, origin):
+        where = results.where(bad)
+        origin, draws = runner.trace(smallest.shape, where)
+        if not draws and not find_unlike_starts(results, fits, origin):
             say("looking for factors of single ranks", total, total)
             shares = find_slices(results, fits)
             if shares is None:
@@ -183,11 +186,11 @@ def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int
     causes = [
         *([] if unlike_plain is None else [replace(unlike_plain, where=Where(tuple(shapes), "everywhere"))]),
         *causes_on_one_device(derivatives, results),
-        *diagnose(results, fits, origin=origin, shares=shares),
+        *diagnose(results, fits, origin=origin, shares=shares, drawn=draws),
     ]
     # What a later step does wrong is told before what it returns.
     followed = follow(results) if all(cause.kind == "result" for cause in causes) else Followed()
-    causes = [*followed.causes, *causes]
+    causes = [*check_loads(results), *followed.causes, *causes]
     # A right step may be right only because it was seeded here as it should be: does another seed change the gradients
     # of ranks that share a sample?
     shared = [mesh for mesh in meshes if mesh.shape.world_size > mesh.shape.data_size]
@@ -359,13 +362,16 @@ class _Runner:
             errors = error.errors
         return MeshResult(shape, expected, observations, errors, time.perf_counter() - started)
 
-    def trace(self, shape: MeshShape) -> Origin | None:
-        """The first module whose forward is wrong on the mesh; None where the step does not run again."""
+    def trace(self, shape: MeshShape, where: Where) -> tuple[Origin | None, list[Cause]]:
+        """The first module whose forward is wrong on the mesh, and what ranks draw otherwise within the model.
+
+        Nothing where the step does not run again. `where`: all meshes that are wrong.
+        """
         try:
             turns, ranks = self.turns(shape, is_traced=True), self.ranks(shape, is_traced=True)
         except RankError:
-            return None
-        return find_origin(shape, turns, ranks)
+            return None, []
+        return find_origin(shape, turns, ranks), find_draws(shape, turns, ranks, where)
 
     def _num_turns(self, shape: MeshShape) -> int:
         return shape.data_size if self._reference == "turns" else 1

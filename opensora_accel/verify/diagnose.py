@@ -76,6 +76,7 @@ def diagnose(
     *,
     origin: Origin | None = None,
     shares: ScaledByShares | None = None,
+    drawn: Sequence[Cause] = (),
 ) -> list[Cause]:
     """What is wrong, the root causes first; nothing where all is right.
 
@@ -83,11 +84,12 @@ def diagnose(
         fits: `fit_gradients(results)`, where the caller has it.
         origin: the first module whose forward is wrong, where that was looked for.
         shares: factors of single ranks, where these were measured.
+        drawn: what ranks have drawn otherwise than the single device, where that was looked for.
     """
     fits = fits or fit_gradients(results)
     failed, refused = _failures(results)
     beside = _parameters_not_trained(results)
-    unlike = find_unlike_starts(results, fits, origin)
+    unlike = find_unlike_starts(results, fits, origin) or list(drawn)
     if unlike:
         # Where the model or the data are others, factors would explain nothing.
         consequence = results.cause(causes.Consequence, wrong_shapes(results.wrong), over=())

@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opensora_accel.verify.iterations import Gradients, Held
 from opensora_accel.verify.side_effects import Clip
+
+if TYPE_CHECKING:
+    from opensora_accel.verify.loads import Pass
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random numbers that an operator has drawn."""
+
+    line: str
+    operator: str
+    digest: str
+
+    @property
+    def shape(self) -> str:
+        return self.digest.split("]")[0]
 
 
 @dataclass
@@ -50,6 +66,7 @@ class Observation:
     # Where modules were traced: inputs and outputs of every call, by the module's name and how often it was called
     # before.
     calls: dict[tuple[str, int], tuple[tuple[Tensor, ...], ...]] = field(default_factory=dict)
+    draws: list[Draw] = field(default_factory=list)  # within the model, in order
     # Where iterations are followed: parameters when the next one steps or the call ends, what optimizers held, which
     # parameters take gradients, and on the single device gradients after each backward, as they are.
     after: dict[str, Tensor] = field(default_factory=dict)
@@ -60,6 +77,8 @@ class Observation:
     num_steps: int = 0  # iterations in which an optimizer stepped, also of those that are not followed
     goes_on: bool = False  # the model ran again after the first of them
     no_replay: str = ""  # why turns cannot be replayed
+    # What loaders asked their datasets for.
+    loads: list[Pass] = field(default_factory=list)
     # Whether the process is no longer as it was before the step.
     leaves_patches: bool = False
     # Casts to half precision that were left out, by type and line.

@@ -26,6 +26,7 @@ _BESIDE_GRADIENTS = {
     "clipping": "not what is left of it after clipping",
     "optimizer": "the optimizer does not train them all",
     "outside": "not all that is trained was compared",
+    "data": "the samples that ranks load are not those that an epoch deals them",
     "state": "what one step leaves for the next is not that of one device",
     "steps": "the optimizer steps more or less often",
     "trained": "other parameters are trained",

@@ -30,7 +30,9 @@ from opensora_accel.observe import (
     prepare_model,
     without_loss_scaling,
 )
+from opensora_accel.verify.draws import DrawProbe
 from opensora_accel.verify.iterations import CannotReplay, Replay, after_each_backward, most_steps_of
+from opensora_accel.verify.loads import is_training, watch_loads
 from opensora_accel.verify.observation import Observation, Probe, numbers_of
 from opensora_accel.verify.parameters import (
     FlatParameters,
@@ -73,6 +75,7 @@ class Observer:
         self._probes, self._rounding = probes, rounding
         self._run, self._output_weight, self._is_traced = run, output_weight, is_traced
         self._model: nn.Module | None = None
+        self._was_training = False
         self._modules: dict[nn.Module, None] = {}
         self._original: dict[int, tuple[str, nn.Parameter]] = {}
         self._generators: dict[str, Any] = {}
@@ -94,6 +97,8 @@ class Observer:
             hooks.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
             hooks.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
             hooks.enter_context(before_clipping(self._before_clipping))
+            loads = watch_loads(self.observation.loads, lambda: is_training(self._model, self._was_training))
+            hooks.enter_context(loads)
             self._fsdp1_modules = hooks.enter_context(fsdp1_modules())
             reached: dict[int, nn.Parameter] = {}
             if self._run.is_reference:
@@ -129,7 +134,7 @@ class Observer:
         """
         if self._model is not None:
             raise ValueError("run.watch(model) was called twice; a step is verified for one model")
-        self._model = model
+        self._model, self._was_training = model, model.training
         self._generators = generator_states()
         self._original = {id(parameter): (name, parameter) for name, parameter in named_parameters(model)}
         if self._replay is not None:
@@ -450,6 +455,8 @@ def observe(
         ValueError: the step watches no model, or returns what is no number. What the step itself raises passes
             through.
     """
+    drawn = DrawProbe()
+    probes = [*probes, drawn] if is_traced else probes
     observer = Observer(run, output_weight, is_traced, probes, rounding, replay)
     observation, run = observer.observation, dataclasses.replace(run, watch=observer.watch)
     default_dtype = torch.get_default_dtype()
@@ -494,6 +501,7 @@ def observe(
                 observer.capture(returned["gradients"])
                 returned = {name: value for name, value in returned.items() if name != "gradients"}
         observation.scalars = numbers_of(returned)
+        observation.draws = drawn.draws
     finally:
         torch.set_default_dtype(default_dtype)
     return observation
