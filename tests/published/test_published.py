@@ -107,7 +107,7 @@ def test_the_command_shows_a_bug(capsys):
 
 @pytest.mark.prove
 def test_summary(found):
-    """Of what `verify` (over several steps, too) and `watch` look at, 95 % is found and 90 % is named first; no twin is called wrong."""
+    """95 % of what `verify` and `watch` look at is found, 90 % is named first, and no twin is called wrong."""
     counts = collections.Counter()
     for bug in BUGS:
         wrong, right = found(bug, True), found(bug, False)
