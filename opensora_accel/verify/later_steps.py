@@ -79,6 +79,11 @@ class InLaterStep(Cause):
                 "it is something that one step leaves for the next: gradients that are not cleared, what is kept "
                 "beside them, cached weights or keys, another branch at the end of an accumulation"
             )
+        if self.kind in ("scale", "shares"):
+            return (
+                f"{self._inner.remedy}. As it begins in step {self.step}: look at the number of its microbatches, "
+                "which may be smaller at the end of an epoch"
+            )
         return self._inner.remedy
 
 
@@ -140,7 +145,7 @@ class WrongUpdate(Cause):
 
     step: int = 0
     error: float = 0.0
-    settings: tuple[str, ...] = ()  # `lr is 0.05 (one device: 0.1)`
+    settings: tuple[str, ...] = ()  # `lr is 0.05 (one device: 0.1) on data=2`
     states: tuple[str, ...] = ()  # what the optimizer remembers otherwise
     is_apart: bool = False  # ranks differ among themselves
 
@@ -153,7 +158,7 @@ class WrongUpdate(Cause):
         if self.settings:
             why = f": {list_names(self.settings)}"
         elif self.states:
-            why = f": {list_names(self.states)} in the optimizer is another one before it steps"
+            why = f": before it steps the optimizer holds another {list_names(self.states)}"
         else:
             why = ", and no longer the same on all ranks" if self.is_apart else ""
         return (
@@ -343,7 +348,7 @@ def _differences(results: Results, bad: Mapping[str, Sequence[MeshShape]], compa
     for mesh in results.ran:
         for name in (name for name, shapes in bad.items() if mesh.shape in shapes):
             for each in mesh.observations:
-                yield from compare(each, mesh.expected.first, name)
+                yield from (f"{text} on {mesh.shape}" for text in compare(each, mesh.expected.first, name))
 
 
 def _unlike_settings(own: Observation, right: Observation, name: str) -> Iterator[str]:

@@ -251,8 +251,9 @@ def check_loads(results: Results) -> list[Cause]:
                 shapes[kind].append(mesh.shape)
                 fields.setdefault(kind, found)
     order: list[type[Cause]] = [UnlikeLoads, SharedLoads, MissedLoads, SameEpoch]
-    # What no rank loads is mostly what others load twice.
-    wrong = [kind for kind in order if kind in shapes and not (kind is MissedLoads and SharedLoads in shapes)]
+    # What no rank loads is mostly what others load instead.
+    has_other = UnlikeLoads in shapes or SharedLoads in shapes
+    wrong = [kind for kind in order if kind in shapes and not (kind is MissedLoads and has_other)]
     return [kind(where=results.where(shapes[kind]), **fields[kind]) for kind in wrong]
 
 

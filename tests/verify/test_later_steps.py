@@ -62,13 +62,14 @@ WRONG = {
     ),
     "a schedule for each rank": (
         later_loops.schedules_once_for_each_rank, DATA, "update",
-        "wrong after step 2 though their gradients are right over data: all 8 parameters",
+        "lr is 0.025 (one device: 0.05) on data=2, lr is 0.0125 (one device: 0.05) on data=3",
     ),
     "groups by a wrapper's names": (
         later_loops.sorts_by_the_names_of_a_wrapper, DATA, "update", "weight_decay is 0.5 (one device: 0)",
     ),
     "an optimizer that is built anew": (
-        later_loops.builds_the_optimizer_anew, DATA, "state", "momentum_buffer in the optimizer is another one",
+        later_loops.builds_the_optimizer_anew, DATA, "state",
+        "before it steps the optimizer holds another momentum_buffer on data=2",
     ),
     "gradients that are not cleared": (
         later_loops.clears_nothing, DATA, "state", "gradients of step 2 still have those of step 1 in them",
