@@ -85,6 +85,7 @@ def trained(plan, fault=None, *, num_steps=8, every=EVERY, replay_every=EVERY, r
     model = shardformer.shard(case.make(), plan)
     wrapped = model if plan.is_sharded else DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    case_inputs = case.inputs()
     torch.manual_seed(1 + parallel_states.get_data_parallel_group().rank())
     with watch(model, plan, every=every, replay_every=replay_every, check_steps=0) as run:
         try:
@@ -93,8 +94,7 @@ def trained(plan, fault=None, *, num_steps=8, every=EVERY, replay_every=EVERY, r
                 module = model.get_submodule(fault.module) if fault else None
                 if mine and fault.kind in ("activation", "gradient of an activation"):
                     flip_once(module, BITS[fault.bit], fault.kind != "activation")
-                inputs = case.inputs()
-                inputs["hidden_states"] = torch.randn_like(inputs["hidden_states"])
+                inputs = case_inputs | {"hidden_states": torch.randn_like(case_inputs["hidden_states"])}
                 set_last_microbatch(model, True)
                 loss = wrapped(**inputs, return_dict=False)[0].square().mean()
                 run.loss(loss, samples=[f"{number}.{parallel_states.get_data_parallel_group().rank()}.mp4"])
