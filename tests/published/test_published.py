@@ -107,7 +107,7 @@ def test_the_command_shows_a_bug(capsys):
 
 @pytest.mark.prove
 def test_summary(found):
-    """95 % of what `verify` and `watch` look at is found, 90 % is named first, and no twin is called wrong."""
+    """95 % is found, 90 % is named right by the first finding, and no twin is called wrong."""
     counts = collections.Counter()
     for bug in BUGS:
         wrong, right = found(bug, True), found(bug, False)
@@ -122,6 +122,5 @@ def test_summary(found):
         counts.update({f"{bug.tool}: written": 1, f"{bug.tool}: found": bool(wrong)})
     for kind, number in counts.items():
         print(f"{number:4} {kind}")
-    looked_at = sum(counts[f"{tool}: written"] for tool in ("verify", "several steps", "watch"))
     assert counts["silent twins"] == len(BUGS)
-    assert counts["found"] >= 0.95 * looked_at and counts["named first"] >= 0.9 * looked_at
+    assert counts["found"] >= 0.95 * len(BUGS) and counts["named first"] >= 0.9 * len(BUGS)
