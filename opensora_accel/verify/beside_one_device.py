@@ -27,8 +27,14 @@ import torch
 from opensora_accel import parallel_states
 from opensora_accel.observe import MeshShape, ModelFn, Run, Step, meshes_of
 from opensora_accel.plan import Plan
-from opensora_accel.verify.causes import Cause, FailsInBf16, Origin, OtherThanPlain, Where, list_names
-from opensora_accel.verify.derivatives import PATCHED, Derivatives, causes_on_one_device, check_derivatives
+from opensora_accel.verify.causes import Cause, Origin, Where, list_names
+from opensora_accel.verify.derivatives import (
+    PATCHED,
+    Derivatives,
+    OtherThanPlain,
+    causes_on_one_device,
+    check_derivatives,
+)
 from opensora_accel.verify.diagnose import (
     diagnose,
     find_slices,
@@ -37,7 +43,7 @@ from opensora_accel.verify.diagnose import (
     fit_shares,
 )
 from opensora_accel.verify.draws import find_draws
-from opensora_accel.verify.in_bf16 import InBf16, look_in_bf16
+from opensora_accel.verify.in_bf16 import FailsInBf16, InBf16, look_in_bf16
 from opensora_accel.verify.iterations import MeanGradients, Replay
 from opensora_accel.verify.later_steps import Followed, follow
 from opensora_accel.verify.loads import check_loads

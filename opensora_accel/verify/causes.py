@@ -1,8 +1,9 @@
 """What can be wrong with a step: every cause is a type, and says what is wrong (`what`) and what to do (`remedy`).
 
-All wording stands here. Every cause also says on which meshes it shows and which parameters it concerns. `where` is
-the simplest rule that tells the meshes with the error from those without: an error on data=2 × ulysses=2 and
-ulysses=3, but not on data=3, is one "over ulysses".
+Wording stands here, and where a part looks at the step in another way (`derivatives`, `in_bf16`, `later_steps`,
+`loads`). Every cause also says on which meshes it shows and which parameters it concerns. `where` is the simplest rule
+that tells the meshes with the error from those without: an error on data=2 × ulysses=2 and ulysses=3, but not on
+data=3, is one "over ulysses".
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any, ClassVar, Literal
 
 from opensora_accel.observe import MeshShape, compose_axes, subsets
 from opensora_accel.verify.fit import Factor
-from opensora_accel.verify.operators import WrongOperator
 
 # Which ranks have a gradient, where the single device has one (or, only in parallel, has none).
 Side = Literal["none", "some ranks only", "only in parallel"]
@@ -240,108 +240,6 @@ class SameSamples(Cause):
         "draw with torch's generator, which is seeded by the data rank before the step, or choose samples by "
         "run.data_rank; do not seed it anew"
     )
-
-
-# What is wrong on one device already, so that its gradients prove nothing.
-
-
-@dataclass(frozen=True)
-class WrongBackward(Cause):
-    """Backward is not the derivative of the forward."""
-
-    kind = "derivative"
-    operators: tuple[WrongOperator, ...] = ()
-    # Along one random direction of all parameters: by backward, and as the loss changes.
-    given: float = 0.0
-    measured: float = 0.0
-
-    @property
-    def what(self) -> str:
-        if not self.operators:
-            return (
-                f"on one device already, the gradients of {self.count} are not the derivative of the loss: along a "
-                f"direction where it changes by {self.measured:.6g}, backward gives {self.given:.6g}"
-            )
-        first, *others = self.operators
-        names = dict.fromkeys(each.name for each in others if each.name != first.name)
-        more = f"; so is that of {list_names(list(names))}" if names else ""
-        of = f" of {list_names(first.arguments)}" if first.arguments else ""
-        return (
-            f"on one device already, {first.name} is wrong, called at {first.line}: along a direction{of} where its "
-            f"forward changes by {first.measured:.6g}, it gives {first.given:.6g}{more}"
-        )
-
-    @property
-    def remedy(self) -> str:
-        if any(each.draws for each in self.operators):
-            return (
-                "it draws random numbers within backward: the forward that is computed again has other dropouts than "
-                "the first; checkpoint(…, preserve_rng_state=True), or the state of its own generator restored"
-            )
-        if self.operators and not self.operators[0].given:
-            return (
-                "it gives no gradient at all: a kernel without a backward; register one, or take another kernel for "
-                "training"
-            )
-        if self.operators:
-            return "mend its backward; torch.autograd.gradcheck in fp64 tries it alone"
-        return (
-            "each module's own backward is right: look at what the step does between them and at the loss (values "
-            "that are cached or changed in place between forward and backward)"
-        )
-
-
-@dataclass(frozen=True)
-class CutOff(Cause):
-    """Parameters without a gradient, on which the loss depends."""
-
-    kind = "derivative"
-    lines: tuple[str, ...] = ()
-
-    @property
-    def what(self) -> str:
-        at = f", which is cut off at {list_names(self.lines)}" if self.lines else ""
-        return f"on one device already, {self.count} get no gradient, though the loss depends on them{at}"
-
-    @property
-    def remedy(self) -> str:
-        return (
-            "a detach, .data, no_grad or a kernel without a backward stands between them and the loss; where that is "
-            "meant, freeze them (requires_grad_(False))"
-        )
-
-
-@dataclass(frozen=True)
-class OtherThanPlain(Cause):
-    """On one device the model is not what its plain version is."""
-
-    kind = "plain"
-    WHAT = (
-        "on one device already, the model is not what plain_model_fn() makes: {count} have other gradients, up to "
-        "{error:.1e} of the largest"
-    )
-    error: float = 0.0
-    origin: Origin | None = None
-
-    @property
-    def remedy(self) -> str:
-        if self.origin is None or self.origin.name is None:
-            return "every module's forward is right: look at the backward of what stands in the plain one's place"
-        name = self.origin.name or "the model itself, outside of its modules"
-        return (
-            f"the forward is another one, first in {name}: look at what stands there in the plain one's place"
-        )
-
-
-@dataclass(frozen=True)
-class OtherForward(Cause):
-    kind = "forward"
-    WHAT = "the model's forward is another one without gradients: its outputs differ by {difference:.1e} of the largest"
-    REMEDY = (
-        "what samples and validates would not be what was trained: look for torch.is_grad_enabled(), for a faster path "
-        "without gradients, for weights that are merged once"
-    )
-    difference: float = 0.0
 
 
 # Wrong gradients.
@@ -595,81 +493,6 @@ class Consequence(Cause):
     kind = "values"
     WHAT = "the gradients of {count} differ, as they must after the above"
     REMEDY = "mend that first, then verify again"
-
-
-# What is wrong in bf16 alone.
-
-
-@dataclass(frozen=True)
-class FailsInBf16(Cause):
-    kind = "rounding"
-    WHAT = "in bf16, as it is run, the step fails: {message}"
-    REMEDY = "it ends well in fp64: look for what asks for one type, or mixes two"
-    message: str = ""
-
-
-@dataclass(frozen=True)
-class LostInBf16(Cause):
-    kind = "rounding"
-    WHAT = "in bf16, as it is run, one device already loses the gradient of {count}"
-    REMEDY = (
-        "no rounding does that: look for weights that autocast has cached from a forward without gradients in the same "
-        "region, for a cast within no_grad, for numbers beyond bf16's digits (timesteps, positions)"
-    )
-
-
-@dataclass(frozen=True)
-class RoundsMore(Cause):
-    """In bf16, ranks are off by more than one device."""
-
-    kind = "rounding"
-    factors: tuple[tuple[str, float], ...] = ()  # of one device's error, by mesh
-    side: str = ""  # of a module what it is given, or what it gives; or a parameter's gradient
-    module: str = ""
-    casts: tuple[str, ...] = ()  # to half precision, on ranks alone
-
-    @property
-    def what(self) -> str:
-        shown = ", ".join(f"{factor:.2f} on {mesh}" for mesh, factor in self.factors)
-        name = self.module or "the model"
-        place = {
-            "given": f"what {name} is given",
-            "gives": f"what {name} gives",
-            "gradient": f"the gradient of {name}",
-        }[self.side]
-        casts = f"; ranks alone cast to {list_names(self.casts)}" if self.casts else ""
-        return (
-            f"in bf16 ranks round more than one device {self.where}: {place} is off by {shown} times its error"
-            + casts
-        )
-
-    @property
-    def remedy(self) -> str:
-        if self.side == "gradient":
-            return "gradients of several ranks are added up in bf16: add them in fp32, and round the sum"
-        return (
-            "between the module before and this one, what several ranks have is put together in bf16: merge outputs "
-            "and log-sum-exps, and add up partial sums, in fp32, and round once"
-        )
-
-
-@dataclass(frozen=True)
-class RoundedOnTheWay(Cause):
-    """Ranks cast gradients to half precision, and all before them is right to fp32."""
-
-    kind = "rounding"
-    REMEDY = "gradients of several ranks are added up in half precision: add them up in fp32"
-    factors: tuple[tuple[str, float], ...] = ()  # errors, as parts of the gradient, by mesh
-    parameter: str = ""
-    casts: tuple[str, ...] = ()
-
-    @property
-    def what(self) -> str:
-        shown = ", ".join(f"{factor:.1e} on {mesh}" for mesh, factor in self.factors)
-        return (
-            f"ranks round gradients to half precision {self.where}, at {list_names(self.casts)}: with all else in "
-            f"fp32, that of {self.parameter} is off by {shown}, of {self.count}"
-        )
 
 
 # What is wrong beside gradients.

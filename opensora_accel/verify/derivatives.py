@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opensora_accel.verify.causes import Cause, CutOff, OtherForward, Where, WrongBackward
+from opensora_accel.verify.causes import Cause, Origin, Where, list_names
 from opensora_accel.verify.observation import Observation, Probe
 from opensora_accel.verify.operators import OperatorProbe, WrongOperator
 from opensora_accel.verify.parameters import map_tensors, named_parameters, whole
@@ -51,6 +51,108 @@ PATCHED = "the step leaves functions exchanged, and so runs once a process"
 
 Observe = Callable[..., Observation]
 """One turn of the single device, with the probes that it is given."""
+
+
+# What is wrong on one device already, so that its gradients prove nothing.
+
+
+@dataclass(frozen=True)
+class WrongBackward(Cause):
+    """Backward is not the derivative of the forward."""
+
+    kind = "derivative"
+    operators: tuple[WrongOperator, ...] = ()
+    # Along one random direction of all parameters: by backward, and as the loss changes.
+    given: float = 0.0
+    measured: float = 0.0
+
+    @property
+    def what(self) -> str:
+        if not self.operators:
+            return (
+                f"on one device already, the gradients of {self.count} are not the derivative of the loss: along a "
+                f"direction where it changes by {self.measured:.6g}, backward gives {self.given:.6g}"
+            )
+        first, *others = self.operators
+        names = dict.fromkeys(each.name for each in others if each.name != first.name)
+        more = f"; so is that of {list_names(list(names))}" if names else ""
+        of = f" of {list_names(first.arguments)}" if first.arguments else ""
+        return (
+            f"on one device already, {first.name} is wrong, called at {first.line}: along a direction{of} where its "
+            f"forward changes by {first.measured:.6g}, it gives {first.given:.6g}{more}"
+        )
+
+    @property
+    def remedy(self) -> str:
+        if any(each.draws for each in self.operators):
+            return (
+                "it draws random numbers within backward: the forward that is computed again has other dropouts than "
+                "the first; checkpoint(…, preserve_rng_state=True), or the state of its own generator restored"
+            )
+        if self.operators and not self.operators[0].given:
+            return (
+                "it gives no gradient at all: a kernel without a backward; register one, or take another kernel for "
+                "training"
+            )
+        if self.operators:
+            return "mend its backward; torch.autograd.gradcheck in fp64 tries it alone"
+        return (
+            "each module's own backward is right: look at what the step does between them and at the loss (values "
+            "that are cached or changed in place between forward and backward)"
+        )
+
+
+@dataclass(frozen=True)
+class CutOff(Cause):
+    """Parameters without a gradient, on which the loss depends."""
+
+    kind = "derivative"
+    lines: tuple[str, ...] = ()
+
+    @property
+    def what(self) -> str:
+        at = f", which is cut off at {list_names(self.lines)}" if self.lines else ""
+        return f"on one device already, {self.count} get no gradient, though the loss depends on them{at}"
+
+    @property
+    def remedy(self) -> str:
+        return (
+            "a detach, .data, no_grad or a kernel without a backward stands between them and the loss; where that is "
+            "meant, freeze them (requires_grad_(False))"
+        )
+
+
+@dataclass(frozen=True)
+class OtherThanPlain(Cause):
+    """On one device the model is not what its plain version is."""
+
+    kind = "plain"
+    WHAT = (
+        "on one device already, the model is not what plain_model_fn() makes: {count} have other gradients, up to "
+        "{error:.1e} of the largest"
+    )
+    error: float = 0.0
+    origin: Origin | None = None
+
+    @property
+    def remedy(self) -> str:
+        if self.origin is None or self.origin.name is None:
+            return "every module's forward is right: look at the backward of what stands in the plain one's place"
+        name = self.origin.name or "the model itself, outside of its modules"
+        return (
+            f"the forward is another one, first in {name}: look at what stands there in the plain one's place"
+        )
+
+
+@dataclass(frozen=True)
+class OtherForward(Cause):
+    kind = "forward"
+    WHAT = "the model's forward is another one without gradients: its outputs differ by {difference:.1e} of the largest"
+    REMEDY = (
+        "what samples and validates would not be what was trained: look for torch.is_grad_enabled(), for a faster path "
+        "without gradients, for weights that are merged once"
+    )
+    difference: float = 0.0
 
 
 @dataclass(frozen=True)

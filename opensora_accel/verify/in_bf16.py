@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from opensora_accel.observe import MeshShape
-from opensora_accel.verify.causes import Cause, LostInBf16, RoundedOnTheWay, RoundsMore
+from opensora_accel.verify.causes import Cause, list_names
 from opensora_accel.verify.fit import NEGLIGIBLE, largest
 from opensora_accel.verify.observation import Observation
 from opensora_accel.verify.results import Expected, MeshResult, Results
@@ -35,6 +35,81 @@ _LOST = 0.5
 
 Key = tuple[str, ...]
 """("gradient", a parameter's name), or ("given" or "gives", a module's name, which tensor)."""
+
+
+# What is wrong in bf16 alone.
+
+
+@dataclass(frozen=True)
+class FailsInBf16(Cause):
+    kind = "rounding"
+    WHAT = "in bf16, as it is run, the step fails: {message}"
+    REMEDY = "it ends well in fp64: look for what asks for one type, or mixes two"
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class LostInBf16(Cause):
+    kind = "rounding"
+    WHAT = "in bf16, as it is run, one device already loses the gradient of {count}"
+    REMEDY = (
+        "no rounding does that: look for weights that autocast has cached from a forward without gradients in the same "
+        "region, for a cast within no_grad, for numbers beyond bf16's digits (timesteps, positions)"
+    )
+
+
+@dataclass(frozen=True)
+class RoundsMore(Cause):
+    """In bf16, ranks are off by more than one device."""
+
+    kind = "rounding"
+    factors: tuple[tuple[str, float], ...] = ()  # of one device's error, by mesh
+    side: str = ""  # of a module what it is given, or what it gives; or a parameter's gradient
+    module: str = ""
+    casts: tuple[str, ...] = ()  # to half precision, on ranks alone
+
+    @property
+    def what(self) -> str:
+        shown = ", ".join(f"{factor:.2f} on {mesh}" for mesh, factor in self.factors)
+        name = self.module or "the model"
+        place = {
+            "given": f"what {name} is given",
+            "gives": f"what {name} gives",
+            "gradient": f"the gradient of {name}",
+        }[self.side]
+        casts = f"; ranks alone cast to {list_names(self.casts)}" if self.casts else ""
+        return (
+            f"in bf16 ranks round more than one device {self.where}: {place} is off by {shown} times its error"
+            + casts
+        )
+
+    @property
+    def remedy(self) -> str:
+        if self.side == "gradient":
+            return "gradients of several ranks are added up in bf16: add them in fp32, and round the sum"
+        return (
+            "between the module before and this one, what several ranks have is put together in bf16: merge outputs "
+            "and log-sum-exps, and add up partial sums, in fp32, and round once"
+        )
+
+
+@dataclass(frozen=True)
+class RoundedOnTheWay(Cause):
+    """Ranks cast gradients to half precision, and all before them is right to fp32."""
+
+    kind = "rounding"
+    REMEDY = "gradients of several ranks are added up in half precision: add them up in fp32"
+    factors: tuple[tuple[str, float], ...] = ()  # errors, as parts of the gradient, by mesh
+    parameter: str = ""
+    casts: tuple[str, ...] = ()
+
+    @property
+    def what(self) -> str:
+        shown = ", ".join(f"{factor:.1e} on {mesh}" for mesh, factor in self.factors)
+        return (
+            f"ranks round gradients to half precision {self.where}, at {list_names(self.casts)}: with all else in "
+            f"fp32, that of {self.parameter} is off by {shown}, of {self.count}"
+        )
 
 
 class Runner(Protocol):
