@@ -74,7 +74,7 @@ def flip_once(module, bit, of_gradient):
     undo = module.register_forward_hook(hook)
 
 
-def trained(plan, fault=None, *, num_steps=8, every=EVERY, replay_every=EVERY, run_ended=None):
+def trained(plan, fault=None, *, num_steps=8, every=EVERY, replay_every=EVERY, run_ended=None, seed=0):
     """The step in which a run with this fault ends, and what is said; or how many steps there were, and "".
 
     Called on a rank of the plan.
@@ -86,7 +86,7 @@ def trained(plan, fault=None, *, num_steps=8, every=EVERY, replay_every=EVERY, r
     wrapped = model if plan.is_sharded else DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     case_inputs = case.inputs()
-    torch.manual_seed(1 + parallel_states.get_data_parallel_group().rank())
+    torch.manual_seed(100 * seed + parallel_states.get_data_parallel_group().rank())
     with watch(model, plan, every=every, replay_every=replay_every, check_steps=0) as run:
         try:
             for number in range(1, num_steps + 1):
