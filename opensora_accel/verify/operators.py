@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,7 +96,9 @@ class OperatorProbe(Probe):
         # Without the context, which comes first where there is no `setup_context`.
         names = list(inspect.signature(function.forward).parameters)
         has_context = function.setup_context is torch.autograd.function._SingleLevelFunction.setup_context
-        return self.ask(f"{function.__qualname__}.backward", call, args, kwargs, names[has_context:])
+        code = getattr(function.backward, "__code__", None)
+        place = "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
+        return self.ask(f"{function.__qualname__}.backward{place}", call, args, kwargs, names[has_context:])
 
     def _before_module(self, stack: list[tuple[int, Any]], _module: nn.Module, _args: Any) -> None:
         stack.append((len(self.found), _generators()))
