@@ -318,9 +318,16 @@ class MissingSum(Cause):
         along = join_words(self.axes)
         # Where most parameters are concerned the average itself is wrong; a few lie in a region of their own.
         if 2 * len(self.names) > self.num_names:
+            axes = {axis for mesh in self.where.meshes for axis in mesh.axes if mesh.uses(axis)}
+            data = {axis for mesh in self.where.meshes for axis in mesh.data_axes}
+            all_ranks = "the mixed group (data × sequence)" if axes - data else f"all ranks along {along}"
+            late = (
+                "; what was frozen, or not there yet, when DDP or fully_shard was put around the model is averaged by "
+                "nobody"
+            )
             return (
-                f"the ranks along {along} hold parts of one gradient: average gradients over the mixed group "
-                "(data × sequence), not over fewer ranks"
+                f"the ranks along {along} hold parts of one gradient: average gradients over {all_ranks}, not over "
+                f"fewer{late if len(self.names) < self.num_names else ''}"
             )
         return (
             f"these get parts of one gradient on the ranks along {along}: all-reduce them there, or let what they are "

@@ -64,17 +64,17 @@ class RoundsMore(Cause):
 
     kind = "rounding"
     factors: tuple[tuple[str, float], ...] = ()  # of one device's error, by mesh
-    side: str = ""  # of a module what it is given, or what it gives; or a parameter's gradient
+    side: str = "gives"  # of a module what it is given, or what it gives; or a parameter's gradient
     module: str = ""
     casts: tuple[str, ...] = ()  # to half precision, on ranks alone
 
     @property
     def what(self) -> str:
         shown = ", ".join(f"{factor:.2f} on {mesh}" for mesh, factor in self.factors)
-        name = self.module or "the model"
+        name = self.module or "model"
         place = {
-            "given": f"what {name} is given",
-            "gives": f"what {name} gives",
+            "given": f"what the module {name} is given",
+            "gives": f"what the module {name} gives",
             "gradient": f"the gradient of {name}",
         }[self.side]
         casts = f"; ranks alone cast to {list_names(self.casts)}" if self.casts else ""
@@ -168,7 +168,8 @@ class InBf16:
         if self.reason:
             return f"in bf16: {self.reason}"
         meshes = ", ".join(f"{mesh}: {ratio:.2f} of that" for mesh, ratio in self.ratios.items())
-        return f"in bf16 one device is off by {self.error:.2%} of a gradient; {meshes}"
+        beside = ", and more than that as told below" if self.causes else ""
+        return f"in bf16 one device is off by {self.error:.2%} of a gradient; {meshes}{beside}"
 
 
 def look_in_bf16(results: Results, runner: Runner, say: Callable[[str], None]) -> InBf16:

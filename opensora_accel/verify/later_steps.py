@@ -81,8 +81,8 @@ class InLaterStep(Cause):
             )
         if self.kind in ("scale", "shares"):
             return (
-                f"{self._inner.remedy}. As it begins in step {self.step}: look at the number of its microbatches, "
-                "which may be smaller at the end of an epoch"
+                f"as it begins in step {self.step}: look at the number of its microbatches, which may be smaller at "
+                f"the end of an epoch; otherwise {self._inner.remedy}"
             )
         return self._inner.remedy
 

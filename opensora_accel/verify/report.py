@@ -159,9 +159,13 @@ class Report:
             mark = "·" if self.derivatives.reason else "✗" if self.derivatives.causes_doubt else "✓"
             lines.append(f"  {mark} {'one device':{width}}  {self.derivatives}")
         for mesh in self.results:
-            is_right = self.all_results.is_right(mesh) and not self.followed.is_wrong(mesh.shape)
+            is_later = self.followed.is_wrong(mesh.shape)
+            is_right = self.all_results.is_right(mesh) and not is_later
             steps = self.followed.describe(mesh.shape)
-            lines.append(f"  {'✓' if is_right else '✗'} {mesh.shape!s:{width}}  {_describe(mesh)}{steps}")
+            first = "in step 1 " if is_later else ""
+            lines.append(
+                f"  {'✓' if is_right else '✗'} {mesh.shape!s:{width}}  {first}{_describe(mesh)}{steps}"
+            )
         if self.in_bf16 is not None:
             mark = "·" if self.in_bf16.reason else "✗" if self.in_bf16.causes else "✓"
             lines.append(f"  {mark} {self.in_bf16}")

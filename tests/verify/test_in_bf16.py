@@ -15,16 +15,16 @@ DATA = ({"data": 2, "sequence": 1}, {"data": 4, "sequence": 1})
 
 # Where it shows first: of a module, what it is given.
 PLACES = {
-    "a ring merges outputs and sums in bf16": "what blocks.0.o is given",
-    "a ring merges outputs alone in bf16": "what blocks.0.o is given",
-    "keys and values travel in eight bits": "what blocks.0.o is given",
-    "keys and values travel in eight bits, ulysses": "what blocks.0.o is given",
-    "a mean over ranks in eight bits": "what pool is given",
-    "moments of a norm in bf16": "what blocks.0.q is given",
-    "tokens leave in eight bits": "what out is given",
+    "a ring merges outputs and sums in bf16": "what the module blocks.0.o is given",
+    "a ring merges outputs alone in bf16": "what the module blocks.0.o is given",
+    "keys and values travel in eight bits": "what the module blocks.0.o is given",
+    "keys and values travel in eight bits, ulysses": "what the module blocks.0.o is given",
+    "a mean over ranks in eight bits": "what the module pool is given",
+    "moments of a norm in bf16": "what the module blocks.0.q is given",
+    "tokens leave in eight bits": "what the module out is given",
     "gradients in sixteen bits, hidden by all other roundings": "with all else in fp32, that of out.",
-    "places counted in bf16": "what places is given",
-    "keys and values in eight bits, under the step's autocast": "what blocks.0.o is given",
+    "places counted in bf16": "what the module places is given",
+    "keys and values in eight bits, under the step's autocast": "what the module blocks.0.o is given",
 }
 IN_A_PLAIN_RUN = ("a ring merges outputs and sums in bf16", "gradients in eight bits", "ring")
 
