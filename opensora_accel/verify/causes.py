@@ -41,7 +41,7 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def join_words(words: Sequence[str], last: str = "and") -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
+    return "".join(words) if len(words) < 2 else f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
 @dataclass(frozen=True)
