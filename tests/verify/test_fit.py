@@ -229,7 +229,7 @@ def test_every_cause_has_words():
         cause = kind(where, ("a.weight",), 2, ("data",), by)
         for each in (cause, InLaterStep.of(cause, 2)):
             assert each.what and each.remedy, kind
-            assert each.to_dict()["kind"] == kind.kind
+            assert each.to_dict()["kind"] == cause.kind
 
 
 @pytest.mark.parametrize(
