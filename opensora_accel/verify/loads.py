@@ -123,8 +123,8 @@ class UnlikeLoads(Cause):
         "give the sampler the data rank and the number of data ranks, not the global rank and the world size"
     )
     epoch: int = 1
-    ranks: tuple[int, ...] = ()
-    samples: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = (0, 1)
+    samples: tuple[str, ...] = ("", "")
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class SharedLoads(Cause):
         "loader that shuffles by itself deals every rank all samples"
     )
     epoch: int = 1
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = (0, 1)
     shared: str = ""
 
 
