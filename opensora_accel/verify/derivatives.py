@@ -23,6 +23,7 @@ import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,17 +31,18 @@ from torch import Tensor, nn
 
 from opensora_accel.verify.causes import Cause, Origin, Where, list_names
 from opensora_accel.verify.observation import Observation, Probe
-from opensora_accel.verify.operators import OperatorProbe, WrongOperator
+from opensora_accel.verify.operators import (
+    MOST_UNKNOWN,
+    TOLERANCE,
+    OperatorProbe,
+    WrongOperator,
+    richardson,
+)
 from opensora_accel.verify.parameters import map_tensors, named_parameters, whole
 from opensora_accel.verify.results import Results
 from opensora_accel.verify.stop_gradients import StopGradients
 
 _NUM_DIRECTIONS = 3
-# Steps, as parts of a parameter's size. A long one has few rounding errors, a short one crosses few kinks.
-_STEPS = (1e-3, 1e-5, 1e-7)
-# Of what all parameters contribute. From the first on a gradient is wrong; an error of the measured change beyond the
-# second leaves open what is right.
-_TOLERANCE, _MOST_UNKNOWN = 1e-6, 1e-2
 # Outputs of one forward differ by rounding from those of another.
 _SAME_OUTPUTS = 1e-9
 _SIZE_OF_ZEROS = 0.1
@@ -171,11 +173,11 @@ class Slope:
     @property
     def is_known(self) -> bool:
         """Whether the change can be measured: there is no kink or jump here."""
-        return self.error <= _MOST_UNKNOWN * self.size
+        return self.error <= MOST_UNKNOWN * self.size
 
     @property
     def is_right(self) -> bool:
-        return abs(self.measured - self.given) <= 10 * self.error + _TOLERANCE * self.size
+        return abs(self.measured - self.given) <= 10 * self.error + TOLERANCE * self.size
 
     @property
     def difference(self) -> float:
@@ -337,19 +339,11 @@ class _Measure:
                 move = direction(name, gradient.shape, self.sizes[name], number)
                 parts.append((gradient * move).sum().item())
         scale = sum(map(abs, parts))
-        measured, error = 0.0, float("inf")
-        for step in _STEPS:
-            one, two = (self._central(step / part, number, names) for part in (1, 2))
-            # Rounding errors of the loss, over the step.
-            rounding = 1e-15 * abs(self.loss) / step
-            found = (4 * two - one) / 3
-            if (doubt := abs(found - two) + rounding) < error:
-                measured, error = found, doubt
-            if error <= _TOLERANCE / 10 * max(scale, abs(measured)):
-                break
+        central = partial(self._central, number, names)
+        measured, error = richardson(central, scale, 1e-15 * abs(self.loss))
         return Slope(measured, error, sum(parts), scale)
 
-    def _central(self, step: float, number: int, names: Sequence[str]) -> float:
+    def _central(self, number: int, names: Sequence[str], step: float) -> float:
         losses = []
         for side in (step, -step):
             constants = () if self.constants is None else (self.constants.again(),)

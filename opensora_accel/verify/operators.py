@@ -28,11 +28,33 @@ from opensora_accel.verify.observation import Probe
 from opensora_accel.verify.parameters import map_tensors, named_modules
 from opensora_accel.verify.stop_gradients import StopGradients, around_functions
 
+# Steps, as parts of a parameter's size. A long one has few rounding errors, a short one crosses few kinks.
 _STEPS = (1e-3, 1e-5, 1e-7)
-_TOLERANCE, _MOST_UNKNOWN = 1e-6, 1e-2
+# Of what all arguments contribute. From the first on a gradient is wrong; an error of the measured change beyond the
+# second leaves open what is right.
+TOLERANCE, MOST_UNKNOWN = 1e-6, 1e-2
 # Operators that are torch's own, whose gradients its own tests prove.
 _OF_TORCH = {"aten", "prims", "prim", "_c10d_functional", "c10d", "profiler", "higher_order", "flex_lib"}
 _MOST_FOUND = 8
+
+
+def richardson(central: Callable[[float], float], scale: float, rounding: float) -> tuple[float, float]:
+    """A derivative from differences, and how far it may be off.
+
+    Args:
+        central: the difference to both sides of a step of this length, over twice the length.
+        scale: what the derivative's parts add up to, in absolute values.
+        rounding: errors of the values that are subtracted.
+    """
+    measured, error = 0.0, float("inf")
+    for step in _STEPS:
+        one, two = central(step), central(step / 2)
+        better = (4 * two - one) / 3
+        if (doubt := abs(better - two) + rounding / step) < error:
+            measured, error = better, doubt
+        if error <= TOLERANCE / 10 * max(scale, abs(measured)):
+            break
+    return measured, error
 
 
 @dataclass(frozen=True)
@@ -224,15 +246,10 @@ class _Question:
             if g is not None and move is not None
         ]
         given, scale = sum(parts), sum(map(abs, parts))
-        measured, error = 0.0, float("inf")
-        for step in _STEPS:
-            one, two = (self._central(own, moves, weights, step / part) for part in (1, 2))
-            better = (4 * two - one) / 3
-            if (doubt := abs(better - two) + 1e-13 / step) < error:
-                measured, error = better, doubt
+        measured, error = richardson(partial(self._central, own, moves, weights), scale, 1e-13)
         size = max(scale, abs(measured))
-        is_right = abs(measured - given) <= 10 * error + _TOLERANCE * size
-        return None if is_right or error > _MOST_UNKNOWN * size else (given, measured)
+        is_right = abs(measured - given) <= 10 * error + TOLERANCE * size
+        return None if is_right or error > MOST_UNKNOWN * size else (given, measured)
 
     def _central(
         self, own: Sequence[Tensor], moves: Sequence[Tensor | None], weights: Sequence[Tensor], step: float
