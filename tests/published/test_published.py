@@ -1,6 +1,6 @@
 """Every published bug is found and rightly named, or stands among what is not found yet; its right twin is let alone.
 
-`make test` tries one bug of each kind, `make prove PART=published` all of them; with ARGS=-s it prints what each is
+`make test` tries one bug for each tool, `make prove PART=published` all of them; with ARGS=-s it prints what each is
 called, and a summary. `python -m tests.published VeOmni#338` shows one.
 """
 

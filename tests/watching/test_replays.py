@@ -101,7 +101,8 @@ ALONE = ("weight", "gradient", "optimizer state")
 """Of a shard without a copy nobody can say that one of these is wrong."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "3 DDP" else PROVE) for n in PLANS])
+@PROVE
+@pytest.mark.parametrize("name", PLANS)
 def test_bits_that_flip_are_found_with_their_rank(ranks, name, fault):
     faults = faults_of(name)
     counts, missed = found_of(ranks, name, faults)
