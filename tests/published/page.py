@@ -28,7 +28,10 @@ _TOOLS = {
     "watch": "`watch`",
 }
 # What depends on the machine, on rounding or on a line of the suite, and the names of more than one parameter.
-_FIGURES = re.compile(r", up to \S+ of the largest| \((?:[\w.]+, )+[^)]*\)|\. To do: .*|(?<=\.py):\d+")
+_FIGURES = re.compile(
+    r", up to \S+ of the largest| \((?:[\w.]+, )+[^)]*\)|\. To do: .*|(?<=\.py):\d+"
+    r"| is off by [0-9][^;]*(?=;|$)"
+)
 
 
 def first_line(findings: Sequence[Finding]) -> str:
