@@ -19,7 +19,6 @@ purpose (`detach`, `no_grad`) is constant for backward, so it has to be constant
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,9 +32,12 @@ from opensora_accel.verify.causes import Cause, Origin, Where, list_names
 from opensora_accel.verify.observation import Observation, Probe
 from opensora_accel.verify.operators import (
     MOST_UNKNOWN,
+    SIZE_OF_ZEROS,
     TOLERANCE,
     OperatorProbe,
     WrongOperator,
+    draw_as,
+    draws_now,
     richardson,
 )
 from opensora_accel.verify.parameters import map_tensors, named_parameters, whole
@@ -45,7 +47,6 @@ from opensora_accel.verify.stop_gradients import StopGradients
 _NUM_DIRECTIONS = 3
 # Outputs of one forward differ by rounding from those of another.
 _SAME_OUTPUTS = 1e-9
-_SIZE_OF_ZEROS = 0.1
 # How many parameters are asked one by one.
 _MOST_ASKED = 64
 
@@ -91,7 +92,7 @@ class WrongBackward(Cause):
                 "it draws random numbers within backward: the forward that is computed again has other dropouts than "
                 "the first; checkpoint(…, preserve_rng_state=True), or the state of its own generator restored"
             )
-        if self.operators and not self.operators[0].given:
+        if self.operators and self.operators[0].is_cut_off:
             return (
                 "it gives no gradient at all: a kernel without a backward; register one, or take another kernel for "
                 "training"
@@ -281,9 +282,8 @@ def _look_closer(
     about: Derivatives, observe: Observe, measure: _Measure, gradients: Mapping[str, Tensor | None]
 ) -> Derivatives:
     """Which gradients are wrong, where by design and where by a mistake."""
-    idle = {name: g for name, g in gradients.items() if g is None or not g.any()}
-    # One direction tells of all of them whether the loss depends on any.
-    cut_off = tuple(name for name in idle if _depends(measure, name, gradients)) if idle else ()
+    idle = (name for name, g in gradients.items() if g is None or not g.any())
+    cut_off = tuple(name for name in idle if _depends(measure, name, gradients))
     # What is cut off on purpose is constant from here on.
     recorded = StopGradients()
     observe(recorded)
@@ -363,7 +363,7 @@ class Start(Probe):
             if parameter.is_floating_point() or parameter.is_complex():
                 values = whole(parameter)
                 size = values.square().mean().sqrt().item() if values.numel() else 0.0
-                self.sizes[name] = size or _SIZE_OF_ZEROS
+                self.sizes[name] = size or SIZE_OF_ZEROS
 
 
 class Nudge(Probe):
@@ -385,7 +385,7 @@ class Forwards(Probe):
 
     def __init__(self) -> None:
         self.difference = 0.0
-        self._states: list[Any] = []
+        self._before_call: tuple[Any, ...] = ()
         self._arguments: tuple[Any, Any] = ((), {})
         self._is_over = False
 
@@ -403,20 +403,18 @@ class Forwards(Probe):
         if not self._is_over:
             # The forward may write to what it is given.
             self._arguments = map_tensors("", (args, kwargs), lambda _, tensor: tensor.detach().clone())
-            self._states = [torch.get_rng_state(), random.getstate()]
+            self._before_call = draws_now()
 
     def _after(self, model: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         if self._is_over or not torch.is_grad_enabled():
             return
         self._is_over = True
-        afterwards = torch.get_rng_state(), random.getstate()
-        torch.set_rng_state(self._states[0])
-        random.setstate(self._states[1])
+        afterwards = draws_now()
+        draw_as(self._before_call)
         with torch.no_grad():
             args, kwargs = self._arguments
             found = [_tensors(output), _tensors(model.forward(*args, **kwargs))]
-        torch.set_rng_state(afterwards[0])
-        random.setstate(afterwards[1])
+        draw_as(afterwards)
         if [each.shape for each in found[0]] != [each.shape for each in found[1]]:
             self.difference = float("inf")
         elif found[0]:

@@ -198,11 +198,7 @@ def look_in_bf16(results: Results, runner: Runner, say: Callable[[str], None]) -
                 errors.add_calls(found, exact)
             say(f"in bf16, {shape}, {number + 1} of {NUM_RUNS}")
             exact, found = (runner.ranks(shape, rounding=each, is_traced=True) for each in (wide, narrow))
-            # Shards, stages and experts are put together as the proof puts them together.
-            beside = MeshResult(shape, Expected(tuple(exact_of[size])), found).parameters()
-            for name in names:
-                for gradient in beside[name].found if name in beside else (None,):
-                    _add_gradients(of_mesh[shape], {name: gradient}, {name: right[size][name]})
+            _add_gradients_of_ranks(of_mesh[shape], shape, exact_of[size], found, right[size])
             of_mesh[shape].add_calls(found, exact)
     lost = [name for name in names if any(errors["gradient", name] > _LOST for errors in of_one.values())]
     ratios = {shape: _ratios(of_mesh[shape], of_one[shape.data_size]) for shape in shapes}
@@ -240,8 +236,23 @@ def _add_gradients(
             errors.add(("gradient", name), torch.zeros_like(gradient) if own is None else own, gradient)
 
 
+def _add_gradients_of_ranks(
+    errors: Errors,
+    shape: MeshShape,
+    turns: Sequence[Observation],
+    found: Sequence[Observation],
+    right: Mapping[str, Tensor | None],
+) -> None:
+    """Shards, stages and experts are put together as the proof puts them together."""
+    beside = MeshResult(shape, Expected(tuple(turns)), found).parameters()
+    for name, gradient in right.items():
+        for own in beside[name].found if name in beside else (None,):
+            _add_gradients(errors, {name: own}, {name: gradient})
+
+
 def _ratios(of_ranks: Errors, of_one: Errors) -> dict[Key, float]:
-    both = [key for key in of_ranks if key in set(of_one)]
+    of_both = set(of_one)
+    both = [key for key in of_ranks if key in of_both]
     scales = {key: of_one[key] if of_one[key] > _IN_FP32 else _ROUNDED_ONCE for key in both}
     return {key: of_ranks[key] / scales[key] for key in both}
 
@@ -300,11 +311,11 @@ def _rounded_on_the_way(
     wide, narrow = Rounding(0, is_narrow=False), Rounding(0, is_narrow=True, in_fp32=True)
     worst: dict[str, dict[MeshShape, float]] = defaultdict(dict)
     for shape in shapes:
-        exact, one = (runner.turns(shape, rounding=each, is_traced=True) for each in (wide, narrow))
-        right, of_one, of_mesh = _mean(exact, names), Errors(), Errors()
+        exact_turns, one = (runner.turns(shape, rounding=each, is_traced=True) for each in (wide, narrow))
+        right, of_one, of_mesh = _mean(exact_turns, names), Errors(), Errors()
         _add_gradients(of_one, _mean(one, names), right)
         exact, found = (runner.ranks(shape, rounding=each, is_traced=True) for each in (wide, narrow))
-        _add_gradients(of_mesh, found[0].gradients, right)
+        _add_gradients_of_ranks(of_mesh, shape, exact_turns, found, right)
         calls = Errors()
         calls.add_calls(found, exact)
         if any(calls[key] > _IN_FP32 / 4 for key in calls):

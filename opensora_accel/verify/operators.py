@@ -33,6 +33,8 @@ _STEPS = (1e-3, 1e-5, 1e-7)
 # Of what all arguments contribute. From the first on a gradient is wrong; an error of the measured change beyond the
 # second leaves open what is right.
 TOLERANCE, MOST_UNKNOWN = 1e-6, 1e-2
+# Of a direction, where what is moved is zero.
+SIZE_OF_ZEROS = 0.1
 # Operators that are torch's own, whose gradients its own tests prove.
 _OF_TORCH = {"aten", "prims", "prim", "_c10d_functional", "c10d", "profiler", "higher_order", "flex_lib"}
 _MOST_FOUND = 8
@@ -101,7 +103,7 @@ class OperatorProbe(Probe):
         """Calls an operator, and asks it."""
         if self._is_busy():
             return call(*args, **kwargs)
-        before = _generators()
+        before = draws_now()
         self._is_asking = True  # what it is made of is its own business
         try:
             result = call(*args, **kwargs)
@@ -123,7 +125,7 @@ class OperatorProbe(Probe):
         return self.ask(f"{function.__qualname__}.backward{place}", call, args, kwargs, names[has_context:])
 
     def _before_module(self, stack: list[tuple[int, Any]], _module: nn.Module, _args: Any) -> None:
-        stack.append((len(self.found), _generators()))
+        stack.append((len(self.found), draws_now()))
 
     def _after_module(
         self, stack: list[tuple[int, Any]], name: str, module: nn.Module, args: Any, kwargs: Any, _output: Any
@@ -147,7 +149,7 @@ class OperatorProbe(Probe):
         *,
         is_module: bool,
     ) -> None:
-        afterwards, line = _generators(), find_call_site().caller
+        afterwards, line = draws_now(), find_call_site().caller
         self._is_asking = True
         try:
             question = _Question(call, args, kwargs, parameters, before, signature, is_module)
@@ -155,7 +157,7 @@ class OperatorProbe(Probe):
                 self.found.append(WrongOperator(name, line, *answer))
         finally:
             self._is_asking = False
-            _seed(afterwards)
+            draw_as(afterwards)
 
 
 class _OfLibraries(TorchFunctionMode):
@@ -220,7 +222,7 @@ class _Question:
         for each in own:
             size = each.detach().abs().square().mean().sqrt().item() if each.numel() else 0.0
             noise = torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each.dtype)
-            moves.append(noise * (size or 0.1))
+            moves.append(noise * (size or SIZE_OF_ZEROS))
         whole = self._slope(own, moves, found, weights)
         if whole is None:
             return None
@@ -275,7 +277,7 @@ class _Question:
         for place, point in zip(self._places, points, strict=True):
             leaves[place] = point.view_as(point)  # a leaf cannot be written to
         args, kwargs = tree_unflatten(leaves, self._structure)
-        _seed(self._before)
+        draw_as(self._before)
         outputs: list[Tensor] = []
 
         def note(_name: str, tensor: Tensor) -> Tensor:
@@ -312,10 +314,11 @@ def _inner(one: Tensor, other: Tensor) -> float:
     return (one.double() * other.double()).sum().item()
 
 
-def _generators() -> tuple[Any, ...]:
+def draws_now() -> tuple[Any, ...]:
+    """Where torch's and Python's generators are; `draw_as` puts them there again."""
     return torch.get_rng_state(), random.getstate()
 
 
-def _seed(states: tuple[Any, ...]) -> None:
+def draw_as(states: tuple[Any, ...]) -> None:
     torch.set_rng_state(states[0])
     random.setstate(states[1])
