@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-MAX_RANKS = 4
+MAX_RANKS = 8
 # Axes whose ranks see different samples, unless the caller names others.
 DATA_AXIS_NAMES = ("data", "dp", "ddp", "fsdp", "hsdp", "replicate", "shard", *DATA_AXES)
 # Axes whose ranks may have no gradient of a parameter that is another rank's: a stage's, an expert's.
@@ -212,7 +212,7 @@ def compose_axes(axes: Sequence[str], used: Sequence[str]) -> tuple[str, ...]:
 
 
 def meshes_of(plan: Plan, max_ranks: int = MAX_RANKS) -> list[Plan]:
-    """Plans like `plan`, small: every axis that it uses alone, in two sizes, and every pair of axes.
+    """Plans like `plan`, small: every axis that it uses alone, in two sizes, every pair of axes, and all at once.
 
     A data axis is always among them: averaging over it is where most errors of sequence parallelism show.
 
@@ -245,6 +245,8 @@ def meshes_of(plan: Plan, max_ranks: int = MAX_RANKS) -> list[Plan]:
         sizes = (2, 4) if axis in DATA_AXES else (2, 3, 4)
         smallest = 3 if len(used) > 1 and max_ranks >= 4 else 2  # two ranks of it are in the pairs
         meshes += [one.replace(**{axis: size}) for size in sizes if smallest <= size <= max_ranks]
+    if len(used) > 2 and 2 ** len(used) <= max_ranks:
+        meshes.append(one.replace(**dict.fromkeys(used, 2)))
     for number, mesh in enumerate(meshes):
         for option in options:
             with contextlib.suppress(ValueError):

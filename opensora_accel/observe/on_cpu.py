@@ -58,9 +58,7 @@ def prepare_model(model: nn.Module, *, keeps_dropout: bool = False) -> list[str]
     """
     notes = []
     model._apply(widest)
-    # All kinds of dropout, of any number of dimensions.
-    is_dropout = nn.modules.dropout._DropoutNd
-    dropouts = [m for m in model.modules() if isinstance(m, is_dropout) and m.p > 0 and not keeps_dropout]
+    dropouts = [] if keeps_dropout else [module for module in dropouts_of(model) if module.p > 0]
     for dropout in dropouts:
         dropout.p = 0.0
     if dropouts:
@@ -84,6 +82,11 @@ def prepare_model(model: nn.Module, *, keeps_dropout: bool = False) -> list[str]
             "random ones: behind a gate of 0 every gradient is 0, right or wrong"
         )
     return notes
+
+
+def dropouts_of(model: nn.Module) -> list[nn.modules.dropout._DropoutNd]:
+    """Of all kinds and numbers of dimensions."""
+    return [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
 
 
 @contextlib.contextmanager
@@ -199,18 +202,19 @@ def call_to_its_end(name: str, function: Callable[..., Any], *arguments: Any) ->
 
 
 @contextlib.contextmanager
-def launcher_environment(run: Run) -> Iterator[None]:
+def launcher_environment(run: Run, ranks_per_node: int | None = None) -> Iterator[None]:
     """Within it, the environment that torchrun gives a rank: accelerate and others look nowhere else.
 
     accelerate remembers for the life of a process what it found; it is made to forget, as the next mesh is another.
+    `ranks_per_node` divides all of them; by default they are on one machine, where the local rank is the rank.
     """
-    # All ranks are on this machine: the local rank is the rank.
-    place = dict.fromkeys(("RANK", "LOCAL_RANK"), str(run.rank))
-    place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(run.world_size))
+    own = ranks_per_node or run.world_size
+    place = {"RANK": run.rank, "LOCAL_RANK": run.rank % own, "GROUP_RANK": run.rank // own}
+    place |= {"WORLD_SIZE": run.world_size, "LOCAL_WORLD_SIZE": own}
     rest = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     _forget_accelerate()  # what was found by whoever had this process before
     before = dict(os.environ)
-    os.environ.update(place | rest)
+    os.environ.update({name: str(value) for name, value in place.items()} | rest)
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,14 @@ import torch
 from opensora_accel import parallel_states
 from opensora_accel.observe import MeshShape, ModelFn, Run, Step, meshes_of
 from opensora_accel.plan import Plan
-from opensora_accel.verify.causes import Cause, Origin, Where, list_names
+from opensora_accel.verify.causes import (
+    Cause,
+    Origin,
+    ScaledByShares,
+    StepFails,
+    Where,
+    list_names,
+)
 from opensora_accel.verify.derivatives import (
     PATCHED,
     Derivatives,
@@ -36,6 +43,7 @@ from opensora_accel.verify.derivatives import (
     check_derivatives,
 )
 from opensora_accel.verify.diagnose import (
+    GradientFits,
     diagnose,
     find_slices,
     find_unlike_starts,
@@ -59,6 +67,7 @@ from opensora_accel.verify.results import (
     wrong_shapes,
 )
 from opensora_accel.verify.run_step import observe
+from opensora_accel.verify.variations import AtSizes, Outcome, Sizes, Trial, sizes_of, try_variations
 
 # How long the other ranks may take to notice that one of them failed.
 _GRACE_S = 5.0
@@ -74,6 +83,7 @@ _ADVICE = (
 _EVERY_STEP_LOADS = (__name__, "torch._dynamo", "torch.onnx", "numpy.random")
 
 Dtype = Literal["fp64", "bf16"]
+Say = Callable[[str, int, int], None]
 Meshes = Plan | Mapping[str, int] | Sequence[Plan | Mapping[str, int]]
 
 
@@ -90,7 +100,7 @@ def verify(
     timeout_s: float = 60,
     pool: RankPool | None = None,
     preload: Sequence[str] = (),
-    on_progress: Callable[[str, int, int], None] | None = None,
+    on_progress: Say | None = None,
 ) -> Report:
     """Whether a training step has the gradients of one device on every mesh, and if not, what is wrong.
 
@@ -133,8 +143,9 @@ def verify(
             pool = stack.enter_context(RankPool(size, preload=(*_EVERY_STEP_LOADS, *preload)))
         stack.enter_context(pool.patience(timeout_s, _GRACE_S))
         runner = _Runner(pool, step, model_fn, reference, seed, plain_model_fn)
-        report = _prove(runner, shapes, on_progress or (lambda *_: None))
-        return report if dtype == "fp64" else _in_bf16(report, runner, on_progress or (lambda *_: None))
+        say = on_progress or (lambda *_: None)
+        report = _varied(_prove(runner, shapes, say), runner, shapes, say)
+        return report if dtype == "fp64" else _in_bf16(report, runner, say)
 
 
 def _shapes(meshes: Meshes, data_axes: Sequence[str] | None) -> list[MeshShape]:
@@ -157,12 +168,21 @@ def _shapes(meshes: Meshes, data_axes: Sequence[str] | None) -> list[MeshShape]:
     return shapes
 
 
-def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int, int], None]) -> Report:
+def _prove(
+    runner: _Runner,
+    shapes: Sequence[MeshShape],
+    say: Say,
+    *,
+    is_varied: bool = False,
+    looks_closer: bool = True,
+) -> Report:
+    """`is_varied`: what is asked of the step as given alone is known. `looks_closer`: at what is wrong."""
     started, total = time.perf_counter(), len(shapes)
     say("one device", 0, total)
     # Before anything parallel: what a step patches in its process would reach the single device too.
     expected = [runner.on_one_device(shape) for shape in shapes]
-    derivatives, unlike_plain = runner.derivatives(shapes[0]), runner.beside_plain(shapes[0])
+    derivatives = runner.derivatives(shapes[0])
+    unlike_plain = None if is_varied else runner.beside_plain(shapes[0])
     meshes: list[MeshResult] = []
     for shape, right in zip(shapes, expected, strict=True):
         say(str(shape), len(meshes), total)
@@ -172,27 +192,12 @@ def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int
     # From here on everything is arithmetic on what was observed.
     results = Results(meshes)
     fits = fit_gradients(results)
-    # Two more runs and one for each rank: only where they can show something that the meshes cannot.
-    origin, shares, draws = None, None, list[Cause]()
-    if fits.unexplained:
-        # The fewest ranks say it as well, and sooner.
-        bad = {shape for shapes in wrong_shapes(fits.unexplained).values() for shape in shapes}
-        smallest = min((m for m in results.ran if m.shape in bad), key=lambda mesh: mesh.shape.world_size)
-        say("looking for where it comes in", total, total)
-        where = results.where(bad)
-        origin, draws = runner.trace(smallest.shape, where)
-        if not draws and not find_unlike_starts(results, fits, origin):
-            say("looking for factors of single ranks", total, total)
-            shares = find_slices(results, fits)
-            if shares is None:
-                # The outputs of all other ranks get a gradient of 0.
-                right, ranks = smallest.expected, range(smallest.shape.world_size)
-                alone = [runner.on_mesh(smallest.shape, right, only_rank=rank) for rank in ranks]
-                shares = fit_shares(results, fits, smallest, alone)
+    # Runs that can only show more of what is wrong already.
+    closer = _look_closer(runner, results, fits, say) if looks_closer and fits.unexplained else Closer()
     causes = [
         *([] if unlike_plain is None else [replace(unlike_plain, where=Where(tuple(shapes), "everywhere"))]),
         *causes_on_one_device(derivatives, results),
-        *diagnose(results, fits, origin=origin, shares=shares, drawn=draws),
+        *diagnose(results, fits, origin=closer.origin, shares=closer.shares, drawn=closer.draws),
     ]
     # What a later step does wrong is told before what it returns.
     followed = follow(results) if all(cause.kind == "result" for cause in causes) else Followed()
@@ -201,7 +206,7 @@ def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int
     # of ranks that share a sample?
     shared = [mesh for mesh in meshes if mesh.shape.world_size > mesh.shape.data_size]
     drawn = dict.fromkeys(n for mesh in shared for seen in mesh.observations for n in seen.drawn_from)
-    if drawn and not causes:
+    if drawn and not causes and not is_varied:
         say("another seed", total, total)
         smallest = min(shared, key=lambda mesh: mesh.shape.world_size)
         other = runner.on_mesh(smallest.shape, smallest.expected, is_reseeded=True)
@@ -220,7 +225,68 @@ def _prove(runner: _Runner, shapes: Sequence[MeshShape], say: Callable[[str, int
     )
 
 
-def _in_bf16(report: Report, runner: _Runner, say: Callable[[str, int, int], None]) -> Report:
+@dataclass(frozen=True)
+class Closer:
+    """What more runs show of gradients that nothing explains."""
+
+    origin: Origin | None = None
+    shares: ScaledByShares | None = None
+    draws: Sequence[Cause] = ()
+
+
+def _look_closer(runner: _Runner, results: Results, fits: GradientFits, say: Say) -> Closer:
+    """Two more runs, and one for each rank where they can show something that the meshes cannot."""
+    # The fewest ranks say it as well, and sooner.
+    bad = {shape for shapes in wrong_shapes(fits.unexplained).values() for shape in shapes}
+    smallest = min((m for m in results.ran if m.shape in bad), key=lambda mesh: mesh.shape.world_size)
+    total = len(results.meshes)
+    say("looking for where it comes in", total, total)
+    origin, draws = runner.trace(smallest.shape, results.where(bad))
+    if draws or find_unlike_starts(results, fits, origin):
+        return Closer(origin, None, draws)
+    say("looking for factors of single ranks", total, total)
+    shares = find_slices(results, fits)
+    if shares is None:
+        # The outputs of all other ranks get a gradient of 0.
+        right, ranks = smallest.expected, range(smallest.shape.world_size)
+        alone = [runner.on_mesh(smallest.shape, right, only_rank=rank) for rank in ranks]
+        shares = fit_shares(results, fits, smallest, alone)
+    return Closer(origin, shares, draws)
+
+
+def _varied(report: Report, runner: _Runner, shapes: Sequence[MeshShape], say: Say) -> Report:
+    """The report, with what is said of the step at other sizes and with dropout."""
+    if not report.ok or (runner.builds_its_model and not runner.sizes):
+        return report
+    started = time.perf_counter()
+
+    # A whole sequence draws the masks of one device, a split one cannot, nor a part of one device's batch.
+    whole = [shape for shape in shapes if shape.world_size == runner.num_turns(shape) > 1]
+
+    def prove(trial: Trial, looks_closer: bool) -> Outcome:
+        varied = runner.with_dropout() if trial.has_dropout else runner.at(trial.sizes)
+        on = whole if trial.has_dropout else shapes
+        try:
+            found = _prove(varied, on, lambda *_: None, is_varied=True, looks_closer=looks_closer)
+        except ValueError:
+            return Outcome(does_run=False)
+        refusals = [cause for cause in found.causes if isinstance(cause, StepFails)]
+        causes = [cause for cause in found.causes if cause not in refusals]
+        refused = refusals and not causes
+        return Outcome(causes, refusal=f"{refusals[0].where}: {refusals[0].message}" if refused else "")
+
+    found = try_variations(
+        runner.sizes,
+        prove,
+        say,
+        degree=max(degree for shape in shapes for _, degree in shape.degrees),
+        with_dropout=bool(whole) and report.all_results.expected.first.has_dropout,
+    )
+    seconds = report.seconds + time.perf_counter() - started
+    return replace(report, causes=found.causes, seconds=seconds, variations=found)
+
+
+def _in_bf16(report: Report, runner: _Runner, say: Say) -> Report:
     """The report, with what is said of bf16."""
     started, total = time.perf_counter(), len(report.results)
     if not report.ok:
@@ -248,11 +314,29 @@ class _Runner:
         reference: Reference,
         seed: int,
         plain_model_fn: ModelFn | None = None,
+        keeps_dropout: bool = False,
     ):
         self._pool, self._step, self._model_fn = pool, step, model_fn
         self._plain_model_fn = plain_model_fn
         self._reference, self._seed = reference, seed
+        self._keeps_dropout = keeps_dropout
         self._expected: dict[tuple[int, str], Expected] = {}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Those that the step and its model are given by default."""
+        return sizes_of(self._model_fn, self._step)
+
+    def at(self, sizes: Sizes) -> _Runner:
+        """Of the same step at other sizes."""
+        model_fn = None if self._model_fn is None else AtSizes(self._model_fn, sizes)
+        return _Runner(self._pool, AtSizes(self._step, sizes), model_fn, self._reference, self._seed)
+
+    def with_dropout(self) -> _Runner:
+        """Of the same step, whose dropouts stay on."""
+        return _Runner(
+            self._pool, self._step, self._model_fn, self._reference, self._seed, keeps_dropout=True
+        )
 
     def on_one_device(self, shape: MeshShape) -> Expected:
         """What is right on a mesh; one run serves all meshes with as many data ranks.
@@ -261,7 +345,7 @@ class _Runner:
             ValueError: the step fails, or leaves no gradient.
         """
         # What one device does depends on the mesh by nothing else.
-        key = self._num_turns(shape), "" if shape.plan is None else shape.plan.precision
+        key = self.num_turns(shape), "" if shape.plan is None else shape.plan.precision
         if key in self._expected:
             return self._expected[key]
         try:
@@ -312,7 +396,7 @@ class _Runner:
     def derivatives(self, shape: MeshShape) -> Derivatives:
         """Whether the single device's backward is the derivative of its forward."""
         options = {"one_batch": self._reference == "whole"}
-        arguments = self._step, self._model_fn, shape.alone, self._num_turns(shape), self._seed, options
+        arguments = self._step, self._model_fn, shape.alone, self.num_turns(shape), self._seed, options
         found: Derivatives
         try:
             (found,) = self._pool(1, _derive, *arguments)
@@ -333,7 +417,7 @@ class _Runner:
         if self._plain_model_fn is None:
             return None
         found, plain = (
-            self._run(1, shape.alone, self._num_turns(shape), {"is_traced": True}, model_fn)[0][0]
+            self._run(1, shape.alone, self.num_turns(shape), {"is_traced": True}, model_fn)[0][0]
             for model_fn in (self._model_fn, self._plain_model_fn)
         )
         unlike = [
@@ -379,7 +463,8 @@ class _Runner:
             return None, []
         return find_origin(shape, turns, ranks), find_draws(shape, turns, ranks, where)
 
-    def _num_turns(self, shape: MeshShape) -> int:
+    def num_turns(self, shape: MeshShape) -> int:
+        """How many batches the single device has, one after another."""
         return shape.data_size if self._reference == "turns" else 1
 
     @property
@@ -389,7 +474,7 @@ class _Runner:
 
     def turns(self, shape: MeshShape, **options: Any) -> list[Observation]:
         """The single device, every data rank's turn; for `options` see `_observe`."""
-        (turns,) = self._run(1, shape.alone, self._num_turns(shape), options)
+        (turns,) = self._run(1, shape.alone, self.num_turns(shape), options)
         return turns
 
     def ranks(self, shape: MeshShape, **options: Any) -> list[Observation]:
@@ -404,12 +489,16 @@ class _Runner:
         options: dict[str, Any],
         model_fn: ModelFn | None = None,
     ) -> list[list[Observation]]:
-        options = {"one_batch": self._reference == "whole", **options}
+        options = {
+            "one_batch": self._reference == "whole",
+            "keeps_dropout": self._keeps_dropout,
+            **options,
+        }
         arguments = self._step, model_fn or self._model_fn, shape, num_turns, self._seed, options
         try:
             observations: list[list[Observation]] = self._pool(num_ranks, _observe, *arguments)
         except RankError:
-            self._pool.renew()  # nobody knows what those that did not fail were left with
+            self._pool.renew(num_ranks)  # nobody knows what those that did not fail were left with
             raise
         # A class that the step patches would be patched once more on the next mesh.
         if any(each.leaves_patches for rank in observations for each in rank):

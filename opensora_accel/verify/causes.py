@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from opensora_accel.observe import MeshShape, compose_axes, subsets
@@ -108,6 +108,8 @@ class Cause:
     over: tuple[str, ...] | None = None
     by: Factor | None = None  # by which gradients (or results) are multiplied, where that is what is wrong
     is_everywhere: bool = True  # whether `by` holds on all meshes; otherwise on those of `where`
+    # What of the trial it takes, where it is not the step as given: `with tokens = 13`, `with dropout`.
+    at: str = field(default="", kw_only=True)
 
     @property
     def what(self) -> str:
@@ -144,13 +146,19 @@ class Cause:
     def meshes(self) -> tuple[str, ...]:
         return tuple(map(str, self.where.meshes))
 
+    @property
+    def sentence(self) -> str:
+        """What is wrong, and what it takes to see it."""
+        return f"{self.at}: {self.what}" if self.at else self.what
+
     def __str__(self) -> str:
-        return f"{self.what}\n  {self.remedy}"
+        return f"{self.sentence}\n  {self.remedy}"
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
             "what": self.what,
+            "at": self.at,
             "remedy": self.remedy,
             "axes": list(self.axes),
             "factor": self.factor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -51,6 +52,7 @@ examples:
   opensora-accel verify --step my_step.py                                 your own model and loop, on 4 meshes
   opensora-accel verify --step my_step.py --mesh fsdp=2,cp=2 --mesh cp=3 --data-axes fsdp
   opensora-accel verify --step my_step.py --world data=128,sequence=8     and what 1,024 ranks would send
+  torchrun --nproc-per-node 8 -m opensora_accel.cli verify --step my_step.py   on the ranks of your launch line, too
 
 a step file (docs/verify.md):
   def model_fn():                      # the model, tiny, the same on every rank
@@ -83,6 +85,33 @@ class Proof:
     plain_model_fn: ModelFn | None = None
 
 
+@dataclass(frozen=True)
+class Launch:
+    """The ranks that a launcher has started this command on; one, where none has."""
+
+    rank: int = 0
+    num_ranks: int = 1
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Launch:
+        """Those of torchrun, accelerate and `colossalai run`."""
+        return cls(int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1)))
+
+    def add_to(self, proof: Proof) -> Proof:
+        """The same, with meshes of all these ranks beside the small ones, which tell causes apart."""
+        if self.num_ranks == 1:
+            return proof
+        given = proof.meshes
+        meshes: list[Plan | Mapping[str, int]] = [given] if isinstance(given, (Plan, Mapping)) else [*given]
+        more: list[Plan | Mapping[str, int]] = []
+        if isinstance(proof.world, Plan):
+            more = [proof.world.replace(precision="fp64")] if proof.world.world_size == self.num_ranks else []
+        else:
+            axes = dict.fromkeys(axis for mesh in meshes if isinstance(mesh, Mapping) for axis in mesh)
+            more = [{axis: self.num_ranks} for axis in axes]
+        return dataclasses.replace(proof, meshes=[*meshes, *(mesh for mesh in more if mesh not in meshes)])
+
+
 # From the options of `opensora-accel train` (`--config FILE --plan FILE`), a folder for files that the proof
 # needs, and the largest number of ranks.
 ProofOfConfig = Callable[[Sequence[str], Path, int], Proof]
@@ -97,6 +126,11 @@ def main(arguments: Sequence[str], proof_of_config: ProofOfConfig, folder: Path)
     """
     # What is left over are options of `train`, which only a config has.
     options, rest = _parser().parse_known_args(arguments)
+    launch = Launch.of(os.environ)
+    if launch.rank:
+        return 0  # the first rank starts processes of its own, as many as were launched
+    if options.max_ranks is None:
+        options.max_ranks = max(MAX_RANKS, launch.num_ranks)
     try:
         _check_options(options, rest)
         if options.step is not None:
@@ -105,7 +139,7 @@ def main(arguments: Sequence[str], proof_of_config: ProofOfConfig, folder: Path)
             config = [] if options.config is None else ["--config", options.config]
             plan = [] if options.plan is None else ["--plan", options.plan]
             proof = proof_of_config([*config, *plan, *rest], folder, options.max_ranks)
-        return _prove(proof, options)
+        return _prove(launch.add_to(proof), options)
     except (ValueError, FileNotFoundError) as error:
         _write(options, error=str(error))  # for those who read only the files
         raise
@@ -137,8 +171,8 @@ def _parser() -> argparse.ArgumentParser:
     for_dtype = "bf16: how far ranks are off in bf16, too, beside one device (default: fp64 alone)"
     add("--dtype", choices=("fp64", "bf16"), default="fp64", help=for_dtype)
     add("--only", choices=("gradients", "communication"), help="one of the two parts")
-    for_ranks = f"processes at most (default: {MAX_RANKS})"
-    add("--max-ranks", type=int, default=MAX_RANKS, metavar="N", help=for_ranks)
+    for_ranks = f"processes at most (default: {MAX_RANKS}, or as many as torchrun has launched)"
+    add("--max-ranks", type=int, metavar="N", help=for_ranks)
     for_timeout = "past it a mesh counts as hanging (default: 60)"
     add("--timeout", type=float, default=60.0, metavar="S", help=for_timeout)
     add("--seed", type=int, default=0, help="of weights and data (default: 0)")
@@ -346,5 +380,13 @@ class _StepFunction:
     path: Path
     name: str
 
-    def __call__(self, *arguments: Any) -> Any:
-        return getattr(load_file(self.path), self.name)(*arguments)
+    @property
+    def function(self) -> Callable[..., Any]:
+        return getattr(load_file(self.path), self.name)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.function)
+
+    def __call__(self, *arguments: Any, **sizes: int) -> Any:
+        return self.function(*arguments, **sizes)

@@ -81,6 +81,7 @@ class Observation:
     loads: list[Pass] = field(default_factory=list)
     # Whether the process is no longer as it was before the step.
     leaves_patches: bool = False
+    has_dropout: bool = False  # of the model, whether it was set to 0 or not
     # Casts to half precision that were left out, by type and line.
     lifted: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -202,7 +202,7 @@ def match_rows(part: Tensor, whole: Tensor, dim: int) -> Tensor:
     Rows are told apart by their products with a few random vectors: comparing each with each would take too long.
     """
     # mine: [R, columns], all_: [N, columns]
-    mine, all_ = (each.movedim(dim, 0).reshape(each.size(dim), -1) for each in (part, whole))
+    mine, all_ = (each.movedim(dim, 0).flatten(1) for each in (part, whole))
     if not mine.numel():
         return torch.zeros(mine.size(0), all_.size(0), dtype=torch.bool)
     # [columns, 3]: that two different rows agree on all three is as good as impossible.

@@ -183,9 +183,9 @@ class RankPool:
             worker[1].close()
         self._workers[rank] = None
 
-    def renew(self) -> None:
-        """Every process starts anew before its next job."""
-        for rank in range(len(self._workers)):
+    def renew(self, num_ranks: int | None = None) -> None:
+        """The processes of these ranks (default: of all) start anew before their next job."""
+        for rank in range(self.size if num_ranks is None else num_ranks):
             self._stop(rank)
 
     def close(self) -> None:

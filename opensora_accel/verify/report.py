@@ -17,6 +17,7 @@ from opensora_accel.verify.fit import Samples, magnitude
 from opensora_accel.verify.in_bf16 import InBf16
 from opensora_accel.verify.later_steps import Followed
 from opensora_accel.verify.results import MeshResult, Results
+from opensora_accel.verify.variations import Variations
 
 # What may be wrong beside gradients, by the kind of cause, in words for the verdict.
 _BESIDE_GRADIENTS = {
@@ -49,6 +50,7 @@ class Report:
     derivatives: Derivatives = field(default_factory=Derivatives)  # of the single device
     followed: Followed = field(default_factory=Followed)  # optimizer steps
     in_bf16: InBf16 | None = None
+    variations: Variations | None = None
     unproven_seeds: Sequence[str] = ()  # default generators whose seed counts, which the step left to others
 
     @property
@@ -112,6 +114,7 @@ class Report:
         if idle:
             notes.append(f"{len(idle)} parameters take no part in the loss ({list_names(idle)})")
         notes += self.followed.notes
+        notes += [] if self.variations is None else self.variations.notes
         return notes
 
     def unproven(self) -> list[str]:
@@ -135,6 +138,8 @@ class Report:
             return "the gradients are those of a single device"
         if not self.has_compared:
             return "nothing was compared: the step fails on every mesh"
+        if all(cause.at for cause in self.causes):
+            return f"the gradients are those of a single device as the step is given, but not {self.causes[0].at}"
         if kinds == {"failure"}:
             return (
                 f"the step fails on {num_failed} of {len(self.results)} meshes; on the others the gradients are those "
@@ -154,7 +159,7 @@ class Report:
             f"verified in fp64: {num_parameters} parameters on {num_meshes} meshes, {self.seconds:.1f} s"
         ]
         # One line for every mesh, its figures in a column.
-        width = max(len(str(mesh.shape)) for mesh in self.results)
+        width = max(len("other sizes"), *(len(str(mesh.shape)) for mesh in self.results))
         if self.derivatives.slopes or self.derivatives.reason:
             mark = "·" if self.derivatives.reason else "✗" if self.derivatives.causes_doubt else "✓"
             lines.append(f"  {mark} {'one device':{width}}  {self.derivatives}")
@@ -166,13 +171,18 @@ class Report:
             lines.append(
                 f"  {'✓' if is_right else '✗'} {mesh.shape!s:{width}}  {first}{_describe(mesh)}{steps}"
             )
+        if self.variations is not None:
+            mark = "✗" if self.variations.causes else "✓" if self.variations.tried else "·"
+            lines.append(f"  {mark} {'other sizes':{width}}  {self.variations}")
         if self.in_bf16 is not None:
             mark = "·" if self.in_bf16.reason else "✗" if self.in_bf16.causes else "✓"
             lines.append(f"  {mark} {self.in_bf16}")
         # Causes and notes are paragraphs of their own, where there are any.
         lines += [""] if self.causes else []
         for number, cause in enumerate(self.causes, 1):
-            lines += [f"{number}. {cause.what}", f"   {cause.remedy}"]
+            # What it takes is said once of those that it takes the same to see.
+            is_said = number > 1 and cause.at == self.causes[number - 2].at
+            lines += [f"{number}. {cause.what if is_said else cause.sentence}", f"   {cause.remedy}"]
         lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
         return "\n".join([*lines, "", self.verdict()])
 
@@ -188,6 +198,14 @@ class Report:
                 "text": str(self.in_bf16),
                 "error": self.in_bf16.error,
                 "ratios": dict(self.in_bf16.ratios),
+            },
+            "variations": None
+            if self.variations is None
+            else {
+                "tried": list(self.variations.tried),
+                "refused": dict(self.variations.refused),
+                "wrong": bool(self.variations.causes),
+                "reason": self.variations.reason,
             },
             "one_device": {
                 "text": str(self.derivatives),

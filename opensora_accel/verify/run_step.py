@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,6 +27,7 @@ from opensora_accel.observe import (
     before_clipping,
     call_to_its_end,
     casts_lifted,
+    dropouts_of,
     launcher_environment,
     prepare_model,
     without_loss_scaling,
@@ -470,6 +472,7 @@ def observe(
                 model = call_to_its_end("model_fn()", model_fn)
                 if not isinstance(model, nn.Module):
                     raise ValueError(f"model_fn() returned {type(model).__name__}; return a torch.nn.Module")
+                observation.has_dropout = any(module.p > 0 for module in dropouts_of(model))
                 observation.notes += prepare_model(model, keeps_dropout=keeps_dropout)
                 if rounding is not None:
                     round_weights(model, rounding.number)
@@ -484,7 +487,7 @@ def observe(
             if model is not None:
                 observer.watch(model)
             with ExitStack() as around:
-                around.enter_context(launcher_environment(run))
+                around.enter_context(launcher_environment(run, ranks_per_node(run)))
                 around.enter_context(accelerator_stand_ins())
                 around.enter_context(without_loss_scaling())
                 if rounding is not None and rounding.is_narrow:
@@ -505,6 +508,18 @@ def observe(
     finally:
         torch.set_default_dtype(default_dtype)
     return observation
+
+
+def ranks_per_node(run: Run) -> int:
+    """What a step is told of its nodes: as the Plan says, as those that started this launched it, or two nodes.
+
+    On one node a local rank is a rank, and who takes one for the other is right.
+    """
+    of_plan = None if run.shape.plan is None else run.shape.plan.ranks_per_node
+    own = of_plan or int(os.environ.get("LOCAL_WORLD_SIZE", run.world_size))
+    if not of_plan and own >= run.world_size >= 4:
+        own = run.world_size // 2
+    return own if run.world_size % own == 0 else run.world_size
 
 
 def _in_bf16(run: Run) -> Run:

@@ -76,6 +76,18 @@ def test_the_plan_of_a_configured_run(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_under_a_launcher_the_first_rank_proves_the_meshes_of_all_of_them(tmp_path):
+    file = step_file(tmp_path)
+    launched = {**os.environ, "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    assert run("--step", file, env={**launched, "RANK": "1"}).stdout == ""
+    meshes = ["--mesh", "data=2", "--only", "gradients", "--json", str(tmp_path / "a.json")]
+    done = run("--step", file, *meshes, env={**launched, "RANK": "0"})
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = json.loads((tmp_path / "a.json").read_text())["gradients"]
+    assert [mesh["mesh"] for mesh in found["meshes"]] == ["data=2", "data=3"]
+    assert "tokens = 12" in found["variations"]["tried"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -83,7 +95,7 @@ def test_the_plan_of_a_configured_run(tmp_path):
         (["--step", "none.py"], "there is no file none.py"),
         (["--step", "{empty}"], "defines no step(model, run)"),
         (["--step", "{step}", "--plan.ulysses", "2"], "no option '--plan.ulysses' beside --step"),
-        (["--step", "{step}", "--mesh", "data=3,sequence=3"], "more than --max-ranks 4"),
+        (["--step", "{step}", "--mesh", "data=3,sequence=3"], "more than --max-ranks 8"),
         (["--step", "{step}", "--only", "communication"], "needs the true mesh"),
         (
             ["--step", "{step}", "--only", "gradients", "--world", "data=8"],

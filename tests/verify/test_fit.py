@@ -127,13 +127,15 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("max_ranks", [2, 3, 4])
+@pytest.mark.parametrize("max_ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_small_meshes_tell_every_axis_of_a_plan_apart(plan, max_ranks):
     shapes = [MeshShape.of(mesh) for mesh in meshes_of(plan, max_ranks)]
     used = [axis for axis in shapes[0].axes if any(s.degree(axis) > 1 for s in shapes)]
     assert set(used) >= {axis for axis, degree in MeshShape.of(plan).degrees if degree > 1}
     assert max(s.world_size for s in shapes) <= max_ranks
+    together = any(all(s.degree(axis) > 1 for axis in used) for s in shapes)
+    assert together == ((len(used) < 3 and max_ranks >= 4) or 2 ** len(used) <= max_ranks)
     for one, other in itertools.permutations(used, 2):
         assert any(s.degree(one) > 1 and s.degree(other) == 1 for s in shapes)
     for shape in shapes:

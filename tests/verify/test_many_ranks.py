@@ -1,5 +1,6 @@
 """Mistakes that small meshes do not have: beyond 8 ranks, and where a number of ranks is odd; on up to 64 of them."""
 
+import os
 import time
 
 import pytest
@@ -20,6 +21,14 @@ def samples_by_place_in_a_node(model, run):
     forward = averaged(model, run)
     if not run.is_reference:
         torch.manual_seed(run.data_rank % A_NODE + 1)
+    return finish(forward(batch()))
+
+
+def samples_by_local_rank(model, run):
+    """As the launcher says it, which has two nodes of two ranks each."""
+    forward = averaged(model, run)
+    if not run.is_reference:
+        torch.manual_seed(int(os.environ["LOCAL_RANK"]) + 1)
     return finish(forward(batch()))
 
 
@@ -57,6 +66,7 @@ def halved_in_pairs(model, run):
 
 
 CASES = {
+    "samples by the local rank": (samples_by_local_rank, 2, 4),
     "samples by the place in a node": (samples_by_place_in_a_node, 8, 16),
     "averaged within a node": (averaged_within_a_node, 16, 24),
     "halved in pairs": (halved_in_pairs, 8, 12),
