@@ -207,6 +207,7 @@ def values_of_every_strategy(kind, num_ranks):
     return found
 
 
+@PROVE
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_ranks"),

@@ -89,6 +89,7 @@ def registered():
     ]
 
 
+@PROVE
 def test_registered_groups_and_joint_attention(ranks):
     for errors in ranks(2, registered):
         assert max(errors) < 1e-12
@@ -166,6 +167,7 @@ def compiled_and_eager():
     return same and all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@PROVE
 def test_a_compiled_all_to_all_moves_the_same(ranks):
     assert all(ranks(3, compiled_and_eager))
 

@@ -198,6 +198,7 @@ def stands_elsewhere():
     return str(caught.value)
 
 
+@PROVE
 @pytest.mark.faults
 def test_each_rank_tells_what_it_waits_in(impatient, fault):
     told = impatient(4, stands_elsewhere)[0]
@@ -219,6 +220,7 @@ def recorded():
     return watchdog._trace(only_active=False)
 
 
+@PROVE
 def test_a_collective_whose_timeout_is_all_but_over_is_found(impatient):
     """As the thread does on NCCL, which ends the process when it is over."""
     trace, _ = impatient(2, recorded)

@@ -207,6 +207,7 @@ def trained(config, saved=None, until=None):
     return after, size, folder
 
 
+@PROVE
 @pytest.mark.parametrize("kind", some(["nf4", "int8"]))
 def test_a_run_in_bf16_goes_on_bit_for_bit_and_is_exported(ranks, clips, base, tmp_path, kind):
     from diffusers import WanTransformer3DModel
@@ -253,6 +254,7 @@ def test_a_model_of_which_nothing_is_frozen_is_refused():
         quantize_frozen(wan(), "int8")
 
 
+@PROVE
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [pytest.param("verify", marks=PROVE), "plan"])
 def test_commands_take_it(run, clips, base, tmp_path, command):

@@ -72,6 +72,7 @@ RINGS = [
 ]
 
 
+@PROVE
 @pytest.mark.parametrize("plan", some(RINGS, RINGS[0]), ids=str)
 @pytest.mark.parametrize("name", some(FAMILIES, "WanTransformer3DModel"))
 def test_bytes_of_a_row_are_those_of_real_ranks(ranks, tmp_path, name, plan):
@@ -83,6 +84,7 @@ def test_bytes_of_a_row_are_those_of_real_ranks(ranks, tmp_path, name, plan):
         assert trace.peak_bytes == pytest.approx(found["peak"], rel=0.03)
 
 
+@PROVE
 def test_a_ring_sends_what_others_see(tmp_path):
     """And each rank computes its own pairs."""
     workload = row_of(tmp_path)
@@ -129,6 +131,7 @@ def student(mask, balanced=True, **options):
     )  # fmt: skip
 
 
+@PROVE
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_costs_its_area(name):
     mask, plan = MASKS[name], Plan(ring=2)
@@ -141,6 +144,7 @@ def test_a_mask_costs_its_area(name):
     assert attention_flops(whole) == 2 * 2 * 4 * (mask.area + text_pairs) * 4 * 12
 
 
+@PROVE
 def test_the_rank_that_others_wait_for_is_traced():
     """Runs in order of a causal mask: the last of three has the most."""
     mask = MASKS["block-causal"]
@@ -154,6 +158,7 @@ def test_the_rank_that_others_wait_for_is_traced():
     assert exact(asked, Plan(ring=3), Passes()).trace.rank == 2
 
 
+@PROVE
 @pytest.mark.parametrize("name", some(MASKS))
 def test_estimates_know_how_even_a_ring_is_and_what_it_sends(name):
     dealt = deal(MASKS[name], 3)
@@ -167,6 +172,7 @@ def test_estimates_know_how_even_a_ring_is_and_what_it_sends(name):
     assert Reference.of(student(AttentionSlices.full(75)), "fp32").in_ring(3) == (1.0, 1.0, 1 / 3)
 
 
+@PROVE
 @pytest.mark.parametrize("mask", some([MASKS["block-causal"], AttentionSlices.full(75)]), ids=str)
 def test_estimates_of_a_step_that_does_not_say_its_sizes(mask):
     """Of four heads on three ranks one has two, as on two ranks; tokens are counted, of a mask's tiles too."""
@@ -184,6 +190,7 @@ def test_estimates_of_a_step_that_does_not_say_its_sizes(mask):
         assert share == pytest.approx(-(-4 // plan.ulysses) / 4, rel=0.05)
 
 
+@PROVE
 def test_a_ring_by_a_mask_is_told():
     trace = trace_step(student(MASKS["block-causal"], balanced=False), Plan(ring=3))
     runs = Deal.in_order(MASKS["block-causal"], (25, 25, 25), (25, 25, 25))
@@ -215,6 +222,7 @@ def test_a_block_mask_of_the_models_own_costs_its_area():
         assert attention_flops(trace) == 2 * 2 * (2 if plan.ulysses > 1 else 3) * found.areas[0] * 4 * 12
 
 
+@PROVE
 def test_a_message_that_is_only_received_takes_its_time():
     """The first of three ranks sees keys of the second: it waits as long as that one sends. The last does neither."""
     one, two, three = range(25), range(25, 50), range(50, 75)

@@ -183,6 +183,7 @@ PLANS = [
 ]
 
 
+@PROVE
 @pytest.mark.parametrize("plan", some(PLANS, PLANS[0]), ids=str)
 def test_what_adapters_freeze_has_neither_gradients_nor_averages(clips, tmp_path, plan):
     """And takes two bytes an element in bf16, but for what the model keeps in fp32."""

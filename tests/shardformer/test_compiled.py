@@ -77,6 +77,7 @@ def graphs(name, plan, backend=BACKEND):
     return alone, found, errors
 
 
+@PROVE
 @pytest.mark.parametrize("case", some(product(NAMES, PLANS), ("Wan", PLANS[1])), ids=str)
 def test_a_sharded_block_is_one_graph_as_on_one_device(ranks, case):
     name, plan = case

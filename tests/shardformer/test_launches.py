@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.observe.fakes import FakeFloats, fake_world
+from tests.tiers import PROVE
 
 ATEN = torch.ops.aten
 # They launch nothing: views, memory that is not filled, and what only copies on strides that are not there.
@@ -63,6 +64,7 @@ def of_a_block(plan):
     return launches(plan, 2) - launches(plan, 1)
 
 
+@PROVE
 @pytest.mark.slow
 def test_ulysses_adds_nine_kernels_to_a_block():
     plain, sharded = of_a_block(Plan()), of_a_block(Plan(ulysses=4))

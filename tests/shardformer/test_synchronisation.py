@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.tiers import PROVE
 from tests.video_models import CASES
 
 PLANS = {
@@ -28,6 +29,7 @@ OVERLAPPED = pytest.param(["Wan"], "overlapped", marks=pytest.mark.prove)
 EVERY = [pytest.param(ALL, plan, marks=pytest.mark.prove) for plan in ("both", "ulysses")]
 
 
+@PROVE
 @pytest.mark.slow
 @pytest.mark.parametrize(("names", "plan"), [(FEW, "both"), OVERLAPPED, *EVERY])
 def test_no_policy_waits_for_the_device(names, plan):

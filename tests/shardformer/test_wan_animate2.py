@@ -17,7 +17,7 @@ from opensora_accel.attention.slices import AttentionSlices, Slice, deal
 from opensora_accel.communications import share_sizes
 from shardformer.spread import running_tokens, streams
 from tests.shardformer.conformance import beside_one_device, compare, step_of
-from tests.tiers import each_once
+from tests.tiers import PROVE, each_once
 from tests.tolerances import RELATIVE
 from tests.video_models.case import randn
 from tests.video_models.flex import use_dense_flex_attention
@@ -133,7 +133,9 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "plan"), each_once(SCENES, MESHES))
+@pytest.mark.parametrize(
+    ("name", "plan"), each_once(SCENES, MESHES, ["whole video", "strides", "a block left out"])
+)
 def test_both_passes_are_those_of_one_device(ranks, name, plan):
     for found in ranks(plan.world_size, errors, name, plan):
         worst = max(found, key=lambda key: found[key])
@@ -328,6 +330,7 @@ def compiled():
     return errors, counts
 
 
+@PROVE
 @pytest.mark.slow
 def test_compiled_blocks_fill_and_read_caches_without_another_graph_for_each(ranks):
     for found, (first, second, third) in ranks(2, compiled):

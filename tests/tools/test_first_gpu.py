@@ -24,7 +24,7 @@ from dit_step import Case
 from first_gpu import FAILED, HELD, NOT_RUN
 from gpu_stages import STAGES, Stage
 
-from tests.tiers import some
+from tests.tiers import PROVE, some
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = [{"claim": "good", "held": True, "value": 1.0}, {"claim": "bad", "held": False, "value": 2.0}]
@@ -42,6 +42,7 @@ def outcomes(report):
     return {claim["claim"]: (claim["outcome"], claim["why"]) for claim in report["claims"]}
 
 
+@PROVE
 def test_whatever_a_stage_does_the_others_run_and_the_report_tells(tmp_path):
     stages = [
         stage("hangs", HANG, writes=CLAIMS[:1], limit_s=4.0),

@@ -509,6 +509,7 @@ def work_of_steps(config):
     return tokens, operations, seconds
 
 
+@PROVE
 def test_data_ranks_compute_equally_much(folder, tmp_path, ranks):
     """Six buckets in one run. Times, which a machine that others use blurs, are printed: 1 to 6 % apart."""
     sizes = ["1x32x32", "1x64x64", "5x24x40", "9x24x40", "5x40x24", "9x40x24:8"]

@@ -19,7 +19,7 @@ from opensora_accel.training.samples import write_video
 from opensora_accel.training.tiny_run import proof_of, write_clips
 from opensora_accel.training.tiny_run import tiny_config as tiny_proof
 from opensora_accel.training.video import index_videos, probe, read_clip
-from tests.tiers import some
+from tests.tiers import PROVE, some
 from tests.training.runs import losses, tiny_config
 from tests.training.test_pretrained import vae
 
@@ -155,6 +155,7 @@ def sampled(config):
     return made, [video.control for video in videos]
 
 
+@PROVE
 def test_samples_follow_the_control_of_the_video_beside_them(ranks, folder, tmp_path):
     changes = {"steps": 3, "num_samples": 2, "flow.sample_steps": 2, "optim.lr": 0.05, "optim.ema_decay": 0.0}
     changes |= {"validation.num_clips": 1, "validation.every": 2}
@@ -179,6 +180,7 @@ def trained(config):
     return found, counts and (counts.hits, counts.misses, counts.stored)
 
 
+@PROVE
 def test_latents_of_controls_are_kept(ranks, folder, tmp_path):
     vae("AutoencoderKLWan").save_pretrained(tmp_path / "vae")
 

@@ -16,7 +16,7 @@ from opensora_accel.training.samples import sample_latents
 from opensora_accel.training.text_encoders import text_shapes
 from opensora_accel.training.tiny_run import proof_of
 from opensora_accel.training.tiny_run import tiny_config as tiny_proof
-from tests.tiers import some
+from tests.tiers import PROVE, some
 from tests.training.pipelines import CAPTIONS, FROM_VIDEOS, by_pipeline, setting, without_rounding
 from tests.training.runs import losses, tiny_config
 from tests.training.vaes import easyanimate_vae
@@ -157,6 +157,7 @@ def trained(config):
     return found, trainer.disk_cache and trainer.disk_cache.counts.stored, len(loaded)
 
 
+@PROVE
 def test_clips_are_kept_and_what_is_in_noise_is_not(ranks, clips, tmp_path):
     easyanimate_vae().save_pretrained(tmp_path / "vae")
 

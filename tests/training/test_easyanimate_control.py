@@ -23,7 +23,7 @@ from opensora_accel.training.text_encoders import text_shapes
 from opensora_accel.training.tiny_run import proof_of, write_clips
 from opensora_accel.training.tiny_run import tiny_config as tiny_proof
 from opensora_accel.training.video import read_clip, read_whole_picture
-from tests.tiers import some
+from tests.tiers import PROVE, some
 from tests.training.pipelines import CAPTIONS, FromFrame, by_pipeline, setting, without_rounding
 from tests.training.runs import losses, tiny_config
 from tests.training.test_easyanimate import trained
@@ -133,6 +133,7 @@ def test_controls_and_references_are_the_same_on_any_mesh(ranks, folder, tmp_pat
     assert all(rank == pytest.approx(whole, rel=1e-9) for rank in shared)
 
 
+@PROVE
 def test_a_run_with_controls_goes_on_bit_by_bit(ranks, folder, tmp_path):
     plan = Plan(ulysses=2, sharding="zero2", checkpoint="full")
     config = config_of(folder, tmp_path / "run", plan, steps=4, save_every=2)
@@ -223,6 +224,7 @@ def test_samples_follow_the_control_and_have_the_reference(ranks, folder, tmp_pa
     assert all(len(each) == 5 for each in clips)
 
 
+@PROVE
 def test_what_is_encoded_is_kept(ranks, folder, tmp_path):
     easyanimate_vae().save_pretrained(tmp_path / "vae")
 

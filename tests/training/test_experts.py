@@ -152,6 +152,7 @@ def test_models_without_folders_are_two_too(ranks, clips, tmp_path):
     )
 
 
+@PROVE
 @pytest.mark.slow
 @pytest.mark.parametrize("after", some([Plan(ulysses=2), Plan(dp_shard=2, sharding="zero3")]), ids=str)
 def test_a_resumed_run_is_the_run(ranks, clips, pair, tmp_path, after):

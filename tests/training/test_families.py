@@ -66,6 +66,7 @@ def trained(config, saved=None):
     return losses, {name: whole(p) for name, p in trainer.state.model.named_parameters()}
 
 
+@PROVE
 @pytest.mark.parametrize("name", some(FAMILIES, "CogVideoXTransformer3DModel"))
 def test_a_run_goes_on_bit_by_bit(ranks, clips, tmp_path, name):
     plan = Plan(ulysses=2, sharding="zero2", checkpoint="full")

@@ -219,6 +219,7 @@ def whole_run(ranks, clips, tmp_path_factory):
     return output
 
 
+@PROVE
 def test_damage_to_any_file_is_named_and_the_state_before_is_taken(
     parallel_registry, whole_run, tmp_path, fault
 ):

@@ -25,7 +25,7 @@ from opensora_accel.training.sections import TextConfig
 from opensora_accel.training.text_encoders import build_text_encoder, picture_tokens, text_shapes
 from opensora_accel.training.tiny_run import tiny_config as tiny_proof
 from opensora_accel.training.tiny_run import write_clips
-from tests.tiers import some
+from tests.tiers import PROVE, some
 from tests.training.pipelines import (
     CAPTIONS,
     CPU,
@@ -227,6 +227,7 @@ def test_a_run_is_one_on_any_mesh(ranks, clips, tmp_path, kind, degrees):
     assert all(gradient.abs().sum() > 0 for gradient in found[0][2].values())
 
 
+@PROVE
 @pytest.mark.parametrize("kind", some(KINDS, "token_replace"))
 def test_a_run_goes_on_bit_by_bit_and_samples(ranks, clips, tmp_path, kind):
     plan, changes = Plan(ulysses=3, sharding="zero3"), changes_of(kind) | {"steps": 4}

@@ -21,7 +21,7 @@ from opensora_accel.training.samples import SampledClip, continued, sample_laten
 from opensora_accel.training.sections import FlowConfig
 from opensora_accel.training.text_encoders import text_shapes
 from opensora_accel.training.tiny_run import tiny_config as tiny_proof
-from tests.tiers import some
+from tests.tiers import PROVE, some
 from tests.training.pipelines import CAPTIONS, FROM_FRAMES, by_pipeline, setting, without_rounding
 from tests.training.runs import tiny_config
 from tests.training.test_forcing import FORCED, NAME
@@ -160,6 +160,7 @@ def sampled(config):
     return made, trainer.output
 
 
+@PROVE
 @pytest.mark.parametrize("plan", some([Plan(ulysses=3), Plan(ring=2)]), ids=str)
 def test_a_run_makes_long_samples_on_any_mesh(ranks, clips, tmp_path, plan):
     changes = FORCED | {"steps": 2, "num_samples": 1, "sample_captions": ["a clip"], "flow.sample_steps": 2}

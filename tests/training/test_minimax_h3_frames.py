@@ -24,7 +24,7 @@ from opensora_accel.training.samples import sample_latents
 from opensora_accel.training.sections import ConditionsConfig, TextConfig
 from opensora_accel.training.stored import Stored, open_disk_cache
 from opensora_accel.training.text_encoders import build_text_encoder, picture_tokens, text_shapes
-from tests.tiers import some
+from tests.tiers import PROVE, some
 from tests.training.language import qwen_frames
 from tests.training.minimax_h3 import (
     CAPTIONS,
@@ -159,6 +159,7 @@ def test_a_run_of_frames_that_are_given_is_one_on_any_mesh(ranks, clips, tmp_pat
     assert_one_run(*found)
 
 
+@PROVE
 def test_a_run_of_frames_that_are_given_goes_on_bit_by_bit(ranks, clips, tmp_path):
     plan, changes = Plan(ulysses=3, sharding="zero3"), CHANGES | OF_FRAMES | {"steps": 4}
     whole, weights, _ = ranks(3, trained, tiny_config(clips, tmp_path / "run", plan, **changes))[0]
@@ -188,6 +189,7 @@ def test_an_encoder_that_sees_from_its_folder(parts, sees):
     assert picture_tokens(config, RECIPE.text[0], 32, 48) == len("<Picture 1>: ") + 8
 
 
+@PROVE
 def test_states_of_frames_are_kept_in_a_folder(sees, tmp_path):
     """By their pixels and shapes: what was computed is found again, without the encoder, and others are computed."""
     config, reader = sees

@@ -25,7 +25,7 @@ from opensora_accel.training.recipes import Inputs, check_recipe
 from opensora_accel.training.samples import sample_latents
 from opensora_accel.training.tiny_run import proof_of
 from opensora_accel.training.video import Reference, Video, index_videos, read_stretched_picture
-from tests.tiers import some
+from tests.tiers import PROVE, some
 from tests.training.minimax_h3 import (
     CAPTIONS,
     CHANGES,
@@ -325,6 +325,7 @@ def test_a_run_with_references_is_one_on_any_mesh(ranks, folder, tmp_path, degre
     assert_one_run(*found)
 
 
+@PROVE
 def test_a_run_with_references_goes_on_bit_by_bit(ranks, folder, tmp_path):
     plan = Plan(ulysses=3, sharding="zero3")
     whole, weights, _ = ranks(3, trained, run_config(folder, tmp_path / "run", plan, steps=4))[0]

@@ -119,6 +119,7 @@ def test_steps_are_as_long_as_those_of_adamw(ranks, clips, tmp_path):
     assert all(by == pytest.approx(1, rel=0.05) for is_hidden, by in moved.values() if not is_hidden)
 
 
+@PROVE
 # Of an adapter of 3 rows two ranks of 5 have none.
 @pytest.mark.parametrize(("num_ranks", "lora"), [(2, False), pytest.param(5, True, marks=PROVE)])
 def test_a_run_goes_on_bit_by_bit(ranks, clips, tmp_path, num_ranks, lora):

@@ -100,6 +100,7 @@ def test_a_run_takes_what_was_written(ranks, pipelines, tmp_path, name):
     assert len(losses) == 2
 
 
+@PROVE
 @pytest.mark.parametrize(
     "name",
     some(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from opensora_accel.training.tiny_run import write_clips
-from tests.tiers import some
+from tests.tiers import PROVE, some
 
 HOLDS_THE_FOLDER = """
 import sys
@@ -37,6 +37,7 @@ def steps_of(output):
     return [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
+@PROVE
 def test_a_second_run_is_refused_while_the_first_one_lives(run, config_file, tmp_path):
     output = tmp_path / "run"
     assert run("train", "--config", config_file)[0] == 0

@@ -173,6 +173,7 @@ def test_a_run_is_one_on_any_mesh(ranks, clips, tmp_path, plan, lora):
     assert rates[0] == 1e-6 / 2 and rates[-1] > 2 * rates[0]
 
 
+@PROVE
 # Of an adapter of 3 rows two ranks of 5 have none.
 @pytest.mark.parametrize(("num_ranks", "lora"), [(2, False), pytest.param(5, True, marks=PROVE)])
 def test_a_run_goes_on_bit_by_bit(ranks, clips, tmp_path, num_ranks, lora):

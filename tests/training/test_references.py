@@ -22,7 +22,7 @@ from opensora_accel.training.samples import sample_latents, write_comparison
 from opensora_accel.training.tiny_run import proof_of, write_clips
 from opensora_accel.training.tiny_run import tiny_config as tiny_proof
 from opensora_accel.training.video import Reference, index_videos, read_whole_picture
-from tests.tiers import some
+from tests.tiers import PROVE, some
 from tests.training.pipelines import CAPTIONS, by_pipeline, setting, without_rounding
 from tests.training.runs import losses, tiny_config
 from tests.training.test_families import trained as resumed
@@ -125,6 +125,7 @@ def test_references_are_the_same_on_any_mesh(ranks, folder, tmp_path, plan):
     assert all(rank == pytest.approx(whole, rel=1e-9) for rank in shared)
 
 
+@PROVE
 def test_a_run_with_references_goes_on_bit_by_bit(ranks, folder, tmp_path):
     plan = Plan(ulysses=2, sharding="zero2", checkpoint="full")
     config = config_of(folder, tmp_path / "run", plan, steps=4, save_every=2)
@@ -292,6 +293,7 @@ def kept(config):
     return found, counts and (counts.hits, counts.misses, counts.stored)
 
 
+@PROVE
 def test_latents_of_references_are_kept(ranks, folder, tmp_path):
     vae("AutoencoderKLWan").save_pretrained(tmp_path / "vae")
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from opensora_accel import Plan
 from opensora_accel.training.loop import Trainer
 from opensora_accel.training.saved_state.save import SAVING, Saver, TrainState
-from tests.tiers import NEEDS_GPU, some
+from tests.tiers import NEEDS_GPU, PROVE, some
 from tests.training.runs import tiny_config
 
 
@@ -64,6 +64,7 @@ def saved_twice(config, seconds):
     ]
 
 
+@PROVE
 @pytest.mark.parametrize(
     "plan", some([Plan(dp_shard=2, sharding="FULL_SHARD"), Plan()]), ids=["sharded", "whole"]
 )

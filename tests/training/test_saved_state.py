@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from opensora_accel import Plan
 from opensora_accel.training.saved_state import MODEL_WEIGHTS, list_saved_states, read_record
-from tests.tiers import some
+from tests.tiers import PROVE, some
 from tests.training.runs import tiny_config
 
 
@@ -283,6 +283,7 @@ EDITS = {
 }  # fmt: skip
 
 
+@PROVE
 # The first half has a value of every place.
 @pytest.mark.parametrize("half", some(range(2)))
 def test_a_state_that_was_edited_and_sealed_again_is_refused_and_costs_nothing(

@@ -115,6 +115,7 @@ def test_a_part_of_a_file_is_a_file(files, tmp_path):
         assert part.seek(2, io.SEEK_CUR) == 10 and part.read(4) == whole[10:14]
 
 
+@PROVE
 @pytest.mark.parametrize(
     "kind", ["tar", pytest.param("parquet", marks=PROVE), pytest.param("arrow", marks=PROVE)]
 )

@@ -235,6 +235,7 @@ def gone_on(config):
     return found, by_hand
 
 
+@PROVE
 @pytest.mark.parametrize("num_frames", [5, 6])
 def test_clips_of_diffusion_forcing_go_on_after_their_first_half(ranks, folder, tmp_path, num_frames):
     """Of five latent frames two are there; of three causal blocks of two frames one is."""

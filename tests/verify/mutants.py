@@ -32,20 +32,16 @@ MUTANTS = [
 
 _REPRESENTATIVES = (
     "up dropped",
-    "gather in another order",
     "down scaled by share",
     "all-reduce of the gradient dropped",
-    "all-to-all over the world",
     "ring: the other way",
     "engine: no attention redirected",
     "Wan: output not gathered",
     "DDP: over data",
     "trainer: samples by global rank",
-    "trainer: reported loss not summed",
     "loop: a parameter outside of the model",
     "loop: the optimizer before fully_shard",
     "loop: clipped by the norm of a shard",
-    "loop: a stage without gradients in one replica",
     "forward: pool of its own tokens",
 )
 REPRESENTATIVES = [mutant for mutant in MUTANTS if mutant.name in _REPRESENTATIVES]

@@ -26,7 +26,7 @@ PLACES = {
     "places counted in bf16": "what the module places is given",
     "keys and values in eight bits, under the step's autocast": "what the module blocks.0.o is given",
 }
-IN_A_PLAIN_RUN = ("a ring merges outputs and sums in bf16", "gradients in eight bits", "ring")
+IN_A_PLAIN_RUN = ("a ring merges outputs and sums in bf16", "ring")
 
 
 def cases(named):

@@ -10,7 +10,7 @@ from opensora_accel.attention.slices import AttentionSlices, Slice, deal
 from opensora_accel.training.tiny_run import proof_of
 from opensora_accel.verify import verify
 from opensora_accel.verify.communication.record_step import record_step
-from tests.tiers import some
+from tests.tiers import PROVE, some
 from tests.training.test_rows import FAMILIES, rows_config
 from tests.verify.defects import Patch
 
@@ -96,6 +96,7 @@ def test_rows_are_proven_against_clips_by_themselves(ranks, tmp_path, name, plan
     assert len(asked.step.config.data.buckets) == 2 and asked.step.config.data.packed_tokens >= 277
 
 
+@PROVE
 @pytest.mark.parametrize("name", some(DEFECTS, "a token of the neighbour is seen", "positions of others"))
 def test_what_mixes_clips_up_is_found(ranks, tmp_path, name):
     """Also where the tokens of no clip are spread: the single device has clips by themselves."""
@@ -107,6 +108,7 @@ def test_what_mixes_clips_up_is_found(ranks, tmp_path, name):
     assert finding.kind == "values" and len(report.results) == 1, report
 
 
+@PROVE
 def test_the_list_of_the_true_run_is_of_the_fullest_row(tmp_path):
     """Dealt out over the ring: two rows a step, of two layers each, and what others see of its keys."""
     asked = proof(tmp_path, plan=Plan(ring=3))

@@ -112,6 +112,7 @@ def test_bits_that_flip_are_found_with_their_rank(ranks, name, fault):
         fault(f"{'found' if has_found else 'not found'}: a bit of a {kind}, {name}", number)
 
 
+@PROVE
 @pytest.mark.parametrize("kind", ["weight", "optimizer state"])
 def test_a_shard_that_changes_in_a_step_is_found_where_no_rank_has_another(ranks, kind):
     plan = PLANS["3 FSDP2"]
