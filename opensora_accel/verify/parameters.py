@@ -201,10 +201,10 @@ def match_rows(part: Tensor, whole: Tensor, dim: int) -> Tensor:
 
     Rows are told apart by their products with a few random vectors: comparing each with each would take too long.
     """
+    if not part.numel() or not whole.numel():
+        return torch.zeros(part.size(dim), whole.size(dim), dtype=torch.bool)
     # mine: [R, columns], all_: [N, columns]
-    mine, all_ = (each.movedim(dim, 0).flatten(1) for each in (part, whole))
-    if not mine.numel():
-        return torch.zeros(mine.size(0), all_.size(0), dtype=torch.bool)
+    mine, all_ = (each.movedim(dim, 0).reshape(each.size(dim), -1) for each in (part, whole))
     # [columns, 3]: that two different rows agree on all three is as good as impossible.
     vectors = torch.randn(all_.size(1), 3, dtype=all_.dtype, generator=torch.Generator().manual_seed(0))
     limit = TOLERANCE * magnitude(whole) * math.sqrt(all_.size(1))

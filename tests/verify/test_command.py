@@ -186,11 +186,11 @@ def test_what_cannot_be_compared_is_told_in_every_form(tmp_path, text, message):
     ("line", "ending", "arguments", "message"),
     [
         pytest.param(
-            "def model_fn():", "os._exit(0)\n", ["--mesh", "data=2"], "it ends the program while it is imported",
+            "def model_fn(width=8):", "os._exit(0)\n", ["--mesh", "data=2"], "it ends the program while it is imported",
             marks=PROVE,
         ),
         pytest.param(
-            "    return Model()", "    os._exit(0)\n", ["--mesh", "data=2"], "model_fn() ends its process: os._exit(0)",
+            "    return Model(width)", "    os._exit(0)\n", ["--mesh", "data=2"], "model_fn() ends its process: os._exit(0)",
             marks=PROVE,
         ),
         pytest.param(
