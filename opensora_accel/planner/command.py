@@ -6,11 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opensora_accel.files import check_folder_of, replacing
 from opensora_accel.plan import Plan
+from opensora_accel.planner.bill import Bill, interval, prices
 from opensora_accel.planner.candidates import (
     GIB,
     OPTIMIZERS,
@@ -22,12 +24,17 @@ from opensora_accel.planner.candidates import (
     describe,
     passes_of,
 )
+from opensora_accel.planner.document import document_of
 from opensora_accel.planner.explain import Explanation, explain
 from opensora_accel.planner.hardware import Hardware, hardware_names
 from opensora_accel.planner.jobs import Job, JobOfConfig, nothing_fits, progress
 from opensora_accel.planner.models import MODELS, PARTS, named_workload
 from opensora_accel.planner.search import Show, exact, search
 from opensora_accel.planner.workload import Workload, step_file
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 EXAMPLES = """\
 examples:
@@ -41,6 +48,10 @@ examples:
   ... --on-device text_encoder vae                counts both beside the transformer, with the model's sizes
   ... --set ulysses=8 --set checkpoint=full       searches the rest
   ... --fits my_plan.json       answers for one plan: does it fit, how fast, why
+  ... --fits my_plan.json --brief                 the same in one line, for scripts: exit status 1 if it does not fit
+  ... --samples 1000000 --price 2.5               GPU-hours and cost of a million samples at 2.5 a GPU-hour
+  ... --hardware h100x8-ib400 b200x8-ib400 --samples 1000000 --price h100x8-ib400=2.5 b200x8-ib400=5
+      the best plan on each, side by side
   ... --report plan.html        a page with the picture of time against memory
   opensora-accel plan --config configs/bunny.toml --gpus 8 --hardware a100x8
       plans a configured run of `opensora-accel train`
@@ -72,19 +83,34 @@ def main(arguments: Sequence[str], job_of_config: JobOfConfig | None = None) -> 
         raise ValueError(
             f"--top is a number of rows, at least 1, --seconds at least 0; got {options.top} and {options.seconds:g}"
         )
-    hardware = Hardware.named(options.hardware)
+    price_of = _prices(options)
+    hardware = {name: Hardware.named(name) for name in options.hardware}
     job = _job(options, job_of_config)
-    request = Request(
-        job.mix, hardware, options.gpus, options.precision or job.precision, _residents(options, job),
-        job.global_batch if options.batch is None else options.batch, job.resize, job.accumulation, _fixed(options.set),
-    )  # fmt: skip
+    requests = {
+        name: Request(
+            job.mix, each, options.gpus, options.precision or job.precision, _residents(options, job),
+            job.global_batch if options.batch is None else options.batch, job.resize, job.accumulation,
+            _fixed(options.set),
+        )
+        for name, each in hardware.items()
+    }  # fmt: skip
+    if len(requests) > 1:
+        return _compare(requests, options, price_of)
+    ((name, request),) = requests.items()
+    price = price_of.get(name)
     with progress() as show:
         if options.fits is not None:
-            return _answer(request, Plan.load(options.fits), show)
+            return _answer(request, Plan.load(options.fits), show, options, price)
         outcome = search(request, show, options.seconds)
     explanation = explain(outcome.best, outcome) if outcome.best else None
-    _print(outcome, explanation, options.top)
-    document = document_of(outcome, explanation)
+    if options.brief:
+        print(_brief(request, outcome.best) if outcome.best else nothing_fits(outcome))
+    else:
+        _print(outcome, explanation, options.top)
+    bill = Bill.of(outcome.best, options.samples, price) if outcome.best and options.samples else None
+    if bill is not None:
+        print(bill)
+    document = document_of(outcome, explanation, bill)
     if options.json is not None:
         _write(options.json, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     if options.report is not None:
@@ -96,7 +122,7 @@ def main(arguments: Sequence[str], job_of_config: JobOfConfig | None = None) -> 
     if options.output is not None:
         outcome.best.plan.save(options.output)
         print(f"wrote {options.output}")
-    else:
+    elif not options.brief:
         print(
             "--output plan.json writes this plan, for train, verify and profile to take by --plan plan.json"
         )
@@ -149,13 +175,29 @@ def _parser() -> argparse.ArgumentParser:
     on = parser.add_argument_group("on what")
     on.add_argument("--gpus", type=int, required=True, metavar="N", help="ranks, over all nodes")
     on.add_argument(
-        "--hardware", required=True, metavar="NAME", help="h100x8-ib400, or a calibrated .json file"
+        "--hardware",
+        required=True,
+        nargs="+",
+        metavar="NAME",
+        help="h100x8-ib400, or a calibrated .json file; several are compared",
     )
     on.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the Plan; repeat it"
     )
     on.add_argument("--fits", type=Path, metavar="PLAN", help="answer for this plan only")
+    for_money = parser.add_argument_group("what it costs")
+    for_money.add_argument(
+        "--samples", type=int, metavar="N", help="GPU-hours of training on so many samples"
+    )
+    for_money.add_argument(
+        "--price",
+        nargs="+",
+        default=[],
+        metavar="PRICE",
+        help="of a GPU for an hour: 2.5, or NAME=2.5 for one of --hardware",
+    )
     out = parser.add_argument_group("what is written")
+    out.add_argument("--brief", action="store_true", help="print one line alone: does it fit, how fast")
     out.add_argument(
         "--output", type=Path, metavar="FILE", help="the best plan; without it nothing is written"
     )
@@ -263,7 +305,73 @@ def _fixed(settings: Sequence[str]) -> dict[str, Any]:
 # ---- what is said
 
 
-def _answer(request: Request, plan: Plan, show: Show) -> int:
+def _prices(options: argparse.Namespace) -> Mapping[str, float]:
+    """By the name of the hardware.
+
+    Raises:
+        ValueError: options that cannot be together.
+    """
+    if options.samples is not None and options.samples < 1:
+        raise ValueError(f"--samples is a number of samples, at least 1; got {options.samples}")
+    if options.price and options.samples is None:
+        raise ValueError("--price is of --samples N, how many are trained on; give both")
+    if len(set(options.hardware)) < len(options.hardware):
+        raise ValueError(f"--hardware has one of them twice: {' '.join(options.hardware)}")
+    if len(options.hardware) > 1:
+        alone = [name for name in ("fits", "output", "report", "brief") if getattr(options, name)]
+        if alone:
+            raise ValueError(f"--{alone[0]} is for one --hardware; several are compared in one table")
+    return prices(options.price, options.hardware)
+
+
+def _compare(
+    requests: Mapping[str, Request], options: argparse.Namespace, price_of: Mapping[str, float]
+) -> int:
+    """The best plan on each hardware, side by side."""
+    rows: list[tuple[str, Outcome, Bill | None]] = []
+    with progress() as show:
+        for name, request in requests.items():
+            outcome = search(request, partial(_show_on, show, name), options.seconds)
+            best = outcome.best
+            bill = Bill.of(best, options.samples, price_of.get(name)) if best and options.samples else None
+            rows.append((name, outcome, bill))
+    columns = ["hardware", "best plan", *_FIGURES]
+    columns += [] if options.samples is None else ["GPU-hours"]
+    columns += ["cost"] if price_of else []
+    names = ", ".join(workload.name for workload, _share in rows[0][1].request.mix)
+    console, table = _table(f"{names} on {options.gpus} GPUs of each (simulated)", columns)
+    for name, outcome, bill in rows:
+        cells = [name, nothing_fits(outcome)]
+        if outcome.best is not None:
+            cells = [name, describe(outcome.best.plan), *_figures(outcome.best)]
+            cells += ["", ""] if bill is None else [interval(bill.gpu_hours), interval(bill.cost)]
+        table.add_row(*cells[: len(columns)])
+    console.print(table)
+    if options.json is not None:
+        documents = {name: document_of(outcome, None, bill) for name, outcome, bill in rows}
+        _write(options.json, json.dumps(documents, indent=1, ensure_ascii=False) + "\n")
+    return 0 if all(outcome.best for _name, outcome, _bill in rows) else 1
+
+
+def _show_on(show: Show, hardware: str, what: str, share: float) -> None:
+    show(f"{hardware}: {what}", share)
+
+
+def _brief(request: Request, candidate: Candidate) -> str:
+    """`fits: 61.2 to 66.0 GiB of 79.6 GiB, 3.1 to 4.4 s for 64 samples: ulysses=8 checkpoint=full`."""
+    low, high = candidate.memory_bytes
+    has = request.hardware.memory_bytes
+    verdict = "fits" if candidate.fits else "may fit" if low <= has < high else "does NOT fit"
+    fast, slow = candidate.step_time_s
+    return (
+        f"{verdict}: {low / GIB:.1f} to {high / GIB:.1f} GiB of {has / GIB:.1f} GiB, {fast:.3f} to {slow:.3f} s for "
+        f"{candidate.samples} sample(s): {describe(candidate.plan)}"
+    )
+
+
+def _answer(
+    request: Request, plan: Plan, show: Show, options: argparse.Namespace, price: float | None
+) -> int:
     """`--fits PLAN`."""
     plan.check_world_size(request.world_size)
     show(f"tracing {describe(plan)}", 0.5)
@@ -274,43 +382,50 @@ def _answer(request: Request, plan: Plan, show: Show) -> int:
             f"of {request.global_batch}; use a multiple of {plan.data * request.largest.batch}, or more sequence ranks"
         )
     candidate = exact(request, plan, passes)
-    outcome = Outcome(request, (candidate,), {}, 0.0)
-    low, high = candidate.memory_bytes
-    has = request.hardware.memory_bytes
-    verdict = "fits" if candidate.fits else "may fit" if low <= has < high else "does NOT fit"
-    print(f"{verdict}: {low / GIB:.1f} to {high / GIB:.1f} GiB of {has / GIB:.1f} GiB")
-    print(
-        f"step: {candidate.step_time_s[0]:.3f} to {candidate.step_time_s[1]:.3f} s, {candidate.samples} sample(s)"
-    )
-    print(explain(candidate, outcome).text())
+    print(_brief(request, candidate))
+    if options.samples:
+        print(Bill.of(candidate, options.samples, price))
+    if not options.brief:
+        print(explain(candidate, Outcome(request, (candidate,), {}, 0.0)).text())
     return 0 if candidate.fits else 1
 
 
-def _print(outcome: Outcome, explanation: Explanation | None, top: int) -> None:
+_FIGURES = ("memory GiB", "step s", "samples/s")
+_NUMBERS = (*_FIGURES, "GPU-hours", "cost")
+
+
+def _table(title: str, columns: Sequence[str]) -> tuple[Console, Table]:
+    """Numbers stand at the right, words at the left."""
     from rich.console import Console
     from rich.table import Table
 
-    request = outcome.request
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    names = ", ".join(workload.name for workload, _share in request.mix)
-    table = Table(
-        title=f"{names} on {request.world_size} × {request.hardware.name} (simulated)", title_justify="left"
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right" if name in _NUMBERS else "left", overflow="fold")
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False), table
+
+
+def _figures(candidate: Candidate) -> tuple[str, str, str]:
+    """Memory, seconds of a step, and samples a second."""
+    return (
+        f"{candidate.memory_bytes[0] / GIB:.1f}–{candidate.memory_bytes[1] / GIB:.1f}",
+        f"{candidate.step_time_s[0]:.3g}–{candidate.step_time_s[1]:.3g}",
+        f"{1 / candidate.seconds_per_sample:.3g}" if candidate.seconds_per_sample else "–",
     )
-    for name, justify in (
-        ("plan", "left"),
-        ("memory GiB", "right"),
-        ("step s", "right"),
-        ("samples/s", "right"),
-        ("why not", "left"),
-    ):
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+
+
+def _print(outcome: Outcome, explanation: Explanation | None, top: int) -> None:
+    request = outcome.request
+    names = ", ".join(workload.name for workload, _share in request.mix)
+    console, table = _table(
+        f"{names} on {request.world_size} × {request.hardware.name} (simulated)",
+        ["plan", *_FIGURES, "why not"],
+    )
     for each in outcome.candidates[:top]:
         table.add_row(
             describe(each.plan)
             + (f" accumulation={each.passes.accumulation}" if each.passes.accumulation > 1 else ""),
-            f"{each.memory_bytes[0] / GIB:.1f}–{each.memory_bytes[1] / GIB:.1f}",
-            f"{each.step_time_s[0]:.3g}–{each.step_time_s[1]:.3g}",
-            f"{1 / each.seconds_per_sample:.3g}" if each.seconds_per_sample else "–",
+            *_figures(each),
             ("" if each.is_traced else "estimated: ") + (each.reason or "the best"),
         )
     console.print(table)
@@ -326,70 +441,3 @@ def _print(outcome: Outcome, explanation: Explanation | None, top: int) -> None:
         print(f"\nthe best: {explanation.text()}")
     else:
         print(f"\n{nothing_fits(outcome)}")
-
-
-def document_of(outcome: Outcome, explanation: Explanation | None) -> dict[str, Any]:
-    """What --json writes and the page is made of."""
-    request, best = outcome.request, outcome.best
-    shown = best or next((each for each in outcome.candidates if each.is_traced), None)
-    return {
-        "model": ", ".join(workload.name for workload, _share in request.mix),
-        "gpus": request.world_size,
-        "hardware": request.hardware.name,
-        "device_bytes": request.hardware.memory_bytes,
-        "precision": request.precision,
-        "best": best.to_dict() if best else None,
-        "explanation": explanation.to_dict() if explanation else None,
-        "timeline": _lanes(shown) if shown else None,
-        "memory": _samples(shown) if shown else None,
-        "excluded": dict(outcome.excluded),
-        "candidates": [{"text": describe(each.plan), **each.to_dict()} for each in outcome.candidates],
-        "sources": {
-            **request.hardware.sources,
-            **{kind: part.source for kind, part in request.residents.frozen.items()},
-        },
-        "seconds": outcome.seconds,
-    }
-
-
-def _lanes(candidate: Candidate) -> dict[str, Any] | None:
-    """The streams of a simulated step: bars of the same phase that touch are one."""
-    trace, timeline = candidate.trace, candidate.timeline
-    if trace is None or timeline is None:
-        return None
-    lanes = []
-    for stream in timeline.busy_s:
-        bars: list[list[Any]] = []
-        for span in timeline.spans:
-            if span.stream != stream:
-                continue
-            phase = trace.operations[span.operation].phase
-            if (
-                bars
-                and bars[-1][0] == phase
-                and span.start_s - bars[-1][1] - bars[-1][2] < timeline.step_s / 2000
-            ):
-                bars[-1][2] = span.end_s - bars[-1][1]
-            else:
-                bars.append([phase, span.start_s, span.end_s - span.start_s])
-        lanes.append(
-            {"name": stream, "bars": bars, "busy_s": timeline.busy_s[stream],
-             "share": timeline.busy_s[stream] / timeline.step_s, "exposed_s": timeline.exposed_s.get(stream, 0.0)}
-        )  # fmt: skip
-    return {"seconds": timeline.step_s, "lanes": lanes}
-
-
-def _samples(candidate: Candidate, most: int = 400) -> list[tuple[float, Mapping[str, int]]] | None:
-    """Live bytes by kind over the simulated step."""
-    trace, timeline = candidate.trace, candidate.timeline
-    if trace is None or timeline is None:
-        return None
-    ends = {span.operation: span.end_s for span in timeline.spans}
-    peak = trace.peak
-    every = max(1, len(trace.memory) // most)
-    samples, last = list[tuple[float, Mapping[str, int]]](), 0.0
-    for number, state in enumerate(trace.memory):
-        last = max(last, ends.get(state.operation, last))
-        if number % every == 0 or state is peak:
-            samples.append((last, dict(state.bytes_by_kind)))
-    return samples

@@ -18,7 +18,7 @@ MAX_POINTS, MAX_ROWS = 600, 40
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The whole page for a document of `command.document_of`."""
+    """The whole page for a document of `document.document_of`."""
     root = Value(document)
     candidates, samples = list(root["candidates"]), document["memory"] or []
     points = [(each["memory_bytes"][1], each["seconds_per_sample"]) for each in document["candidates"]]

@@ -11,6 +11,7 @@ from opensora_accel import cli
 from opensora_accel.plan import Plan
 from opensora_accel.planner import command, plan_for
 from opensora_accel.planner.candidates import GIB
+from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.models import MODELS
 from opensora_accel.planner.page import frontier, page
 from opensora_accel.training import job_of
@@ -134,7 +135,7 @@ def test_one_plan_is_answered_for(stand_in, capsys):
     Plan(dp_shard=2, ulysses=8, sharding="zero3", checkpoint="full", precision="bf16").save("mine.json")
     assert run(*CLIP, *ON, "--fits", "mine.json") == 0
     told = capsys.readouterr().out
-    assert told.startswith("fits: ") and "step: " in told and "bound by" in told
+    assert told.startswith("fits: ") and " sample(s): dp_shard=2 ulysses=8" in told and "bound by" in told
     assert not (stand_in / "plan.json").exists()
 
 
@@ -404,3 +405,73 @@ def test_the_trainer_takes_a_plans_file_or_has_one_chosen(tmp_path, monkeypatch)
     for arguments in (["--plan", "auto"], ["--config", str(tmp_path / "run.toml")]):
         assert training.main(arguments) == 0
     assert started == [chosen, chosen]
+
+
+def test_gpu_hours_and_cost_follow_from_the_steps_of_all_samples(stand_in, capsys):
+    assert run(*CLIP, *ON, "--json", "all.json", "--samples", "100000", "--price", "2.5", *WRITTEN) == 0
+    document = json.loads((stand_in / "all.json").read_text())
+    bill, best = document["bill"], document["best"]
+    assert bill["steps"] == -(-100_000 // best["samples"])
+    for hours, cost, seconds in zip(bill["gpu_hours"], bill["cost"], best["step_time_s"], strict=True):
+        assert hours == pytest.approx(bill["steps"] * seconds * 16 / 3600)
+        assert cost == pytest.approx(2.5 * hours)
+    told = capsys.readouterr().out
+    assert f"100,000 samples: {bill['steps']:,} steps, " in told and " GPU-hours, cost " in told
+    # Of one plan, without a price.
+    assert run(*CLIP, *ON, "--fits", "plan.json", "--brief", "--samples", "100000") == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("fits: ") and second.endswith(" GPU-hours")
+
+
+def test_whether_it_fits_is_one_line_and_a_status(stand_in, capsys):
+    assert run(*CLIP, *ON, *WRITTEN, "--brief") == 0
+    line, written = capsys.readouterr().out.splitlines()
+    assert line.startswith("fits: ") and written == "wrote plan.json"
+    hardware = Hardware.named("h100x8-ib400")
+    Hardware.from_dict({**json.loads(hardware.to_json()), "memory_bytes": 10**8}).save(
+        stand_in / "small.json"
+    )
+    for asked in ((), ("--fits", "plan.json")):
+        assert run(*CLIP, "--gpus", "16", "--hardware", "small.json", "--brief", *asked) == 1
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith("does NOT fit: " if asked else "nothing fits: ")
+
+
+def test_hardware_is_compared_side_by_side(stand_in, capsys):
+    names, prices = ["a100x8-ib200", "b200x8-ib400"], ["b200x8-ib400=5"]
+    asked = (*CLIP, "--gpus", "16", "--hardware", *names, "--samples", "1000", "--price", *prices)
+    assert run(*asked, "--json", "all.json") == 0
+    table = capsys.readouterr().out
+    assert all(name in table for name in (*names, "GPU-hours", "cost", "best plan"))
+    documents = json.loads((stand_in / "all.json").read_text())
+    assert list(documents) == names
+    # As it is found alone.
+    assert run(*CLIP, "--gpus", "16", "--hardware", names[1], "--json", "one.json") == 0
+    assert json.loads((stand_in / "one.json").read_text())["best"] == documents[names[1]]["best"]
+    assert documents["a100x8-ib200"]["bill"]["cost"] is None
+    cost, hours = (documents["b200x8-ib400"]["bill"][each][0] for each in ("cost", "gpu_hours"))
+    assert cost == pytest.approx(5 * hours)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--samples", "0"), "--samples is a number of samples, at least 1; got 0"),
+        (("--price", "2.5"), "--price is of --samples N"),
+        (
+            ("--samples", "5", "--price", "0"),
+            "--price is what a GPU costs for an hour, 2.5 or h100x8-ib400=2.5",
+        ),
+        (("--samples", "5", "--price", "a100x8=2"), "each name one of --hardware; got 'a100x8=2'"),
+        (("--samples", "5", "--price", "nan"), "got 'nan'"),
+        (("--hardware", "h100x8-ib400", "h100x8-ib400"), "--hardware has one of them twice"),
+        (
+            ("--hardware", "h100x8-ib400", "a100x8-ib200", "--output", "plan.json"),
+            "--output is for one --hardware",
+        ),
+        (("--hardware", "h100x8-ib400", "a100x8-ib200", "--brief"), "--brief is for one --hardware"),
+    ],
+)
+def test_what_cannot_be_asked_together_is_said(stand_in, capsys, arguments, message):
+    assert run(*CLIP, *ON, *arguments) == 2
+    assert message in capsys.readouterr().err
