@@ -34,7 +34,8 @@ if TYPE_CHECKING:
         without_values,
     )
     from opensora_accel.observe.fitting import BlockMemory, Change, StepMemory, changes, smallest_change
-    from opensora_accel.observe.flops import FlopCounter, SharedAttention, peak_of
+    from opensora_accel.observe.flops import FlopCounter, SharedAttention
+    from opensora_accel.observe.gpus import GPUS, gpu_of, peak_of
     from opensora_accel.observe.kinds import AFTER, BACKWARD, FORWARD, KINDS, RECOMPUTE
     from opensora_accel.observe.live_bytes import DeviceBytes, LimitedBytes, LiveBytes
     from opensora_accel.observe.loaded import Whole, sums_of, unlike_file
@@ -92,6 +93,7 @@ __all__ = [
     "ELSEWHERE",
     "FORWARD",
     "GATHERED",
+    "GPUS",
     "KINDS",
     "MAX_RANKS",
     "NAMESPACES",
@@ -145,6 +147,7 @@ __all__ = [
     "find_blocks",
     "find_call_site",
     "first_difference",
+    "gpu_of",
     "group_of",
     "holders_of",
     "launcher_environment",

@@ -31,30 +31,6 @@ from opensora_accel.attention import slices
 from opensora_accel.observe.modes import OperatorMode
 from opensora_accel.observe.operators import arguments_of
 
-# By a part of the device's name, the most specific first: operations a second of dense products in bf16 with fp32
-# accumulation, and in fp32 without TF32; NVIDIA's data sheets.
-_PEAKS = {
-    "H100 PCIe": (756e12, 51e12),
-    "H100": (989e12, 67e12),
-    "H200": (989e12, 67e12),
-    "A100": (312e12, 19.5e12),
-}
-
-
-def peak_of(device: torch.device, precision: str) -> tuple[float | None, str]:
-    """A device's peak in operations a second, and where that is from; None where it is not known.
-
-    Args:
-        precision: a Plan's.
-    """
-    if device.type != "cuda" or precision == "fp64":
-        return None, ""
-    name = torch.cuda.get_device_name(device)
-    for part, (bf16, fp32) in _PEAKS.items():
-        if part in name:
-            return (bf16 if precision == "bf16" else fp32), f"NVIDIA's data sheet, {part}, dense {precision}"
-    return None, ""
-
 
 class FlopCounter(OperatorMode):
     """Within it, the products of this thread's operators are counted, apart where `recomputing`."""

@@ -122,8 +122,8 @@ _H100_PEAKS = {
     "float64": 66.9,
 }
 
-DEVICES: dict[str, dict[str, Any]] = {
-    "a100": _gpu(
+_FIGURES: dict[str, dict[str, Any]] = {
+    "a100": dict(
         peaks={"bfloat16": 312, "float16": 312, "float32": 19.5, "tf32": 156, "float64": 19.5},
         memory_gb=85.9,  # 80 GiB
         memory_gb_per_s=2039,
@@ -137,7 +137,7 @@ DEVICES: dict[str, dict[str, Any]] = {
         sheet="NVIDIA's data sheet of A100 80GB SXM",
         sources={"gemm": _MATMUL, "attention": _FA2},
     ),
-    "h100": _gpu(
+    "h100": dict(
         peaks=_H100_PEAKS,
         memory_gb=85.0,  # nvidia-smi: 81,559 MiB of 80 GB
         memory_gb_per_s=3350,
@@ -151,7 +151,7 @@ DEVICES: dict[str, dict[str, Any]] = {
         sheet="NVIDIA's data sheet of H100 SXM",
         sources={"gemm": _MATMUL, "memory_bytes": "what nvidia-smi prints for H100 80GB HBM3, less what is reserved"},
     ),
-    "h200": _gpu(
+    "h200": dict(
         peaks=_H100_PEAKS,
         memory_gb=150.1,  # nvidia-smi: 143,771 MiB
         memory_gb_per_s=4800,
@@ -165,7 +165,7 @@ DEVICES: dict[str, dict[str, Any]] = {
         sheet="NVIDIA's data sheet of H200 SXM",
         sources={"memory_bytes": "what nvidia-smi prints for H200, less what is reserved"},
     ),
-    "b200": _gpu(
+    "b200": dict(
         peaks={"bfloat16": 2250, "float16": 2250, "float8": 4500, "float32": 75, "tf32": 1125, "float64": 37},
         memory_gb=180,
         memory_gb_per_s=7700,
@@ -179,7 +179,7 @@ DEVICES: dict[str, dict[str, Any]] = {
         sheet="NVIDIA's data sheet of HGX B200 (an eighth of the board)",
         sources={"attention": "assumed", "gemm": "assumed: 0.75"},
     ),
-    "gb200": _gpu(
+    "gb200": dict(
         peaks={"bfloat16": 2500, "float16": 2500, "float8": 5000, "float32": 80, "tf32": 1250, "float64": 40},
         memory_gb=186,
         memory_gb_per_s=8000,
@@ -198,7 +198,7 @@ DEVICES: dict[str, dict[str, Any]] = {
             "host_memory_bytes": "NVIDIA's data sheet of GB200 NVL72: 17 TB of LPDDR5X",
         },
     ),
-    "mi300x": _gpu(
+    "mi300x": dict(
         peaks={**dict.fromkeys(("bfloat16", "float16"), 1307.4), "float8": 2614.9, "tf32": 653.7,
                **dict.fromkeys(("float32", "float64"), 163.4)},
         memory_gb=206.1,  # 192 GiB
@@ -217,7 +217,7 @@ DEVICES: dict[str, dict[str, Any]] = {
             "within": f"seven links of 64 GB/s one way, {_REACHED}; latency: assumed as NVLink's",
         },
     ),
-    "l40s": _gpu(
+    "l40s": dict(
         peaks={"bfloat16": 362, "float16": 362, "float8": 733, "float32": 91.6, "tf32": 183, "float64": 1.4},
         memory_gb=48.3,
         memory_gb_per_s=864,
@@ -231,7 +231,7 @@ DEVICES: dict[str, dict[str, Any]] = {
         sheet="NVIDIA's data sheet of L40S",
         sources={"attention": "assumed: near A100's", "within": f"PCIe 4.0 ×16, shared with the host; {_REACHED}"},
     ),
-    "rtx4090": _gpu(
+    "rtx4090": dict(
         peaks={"bfloat16": 165.2, "float16": 165.2, "float8": 330.3, "float32": 82.6, "tf32": 82.6, "float64": 1.3},
         memory_gb=25.3,
         memory_gb_per_s=1008,
@@ -250,6 +250,60 @@ DEVICES: dict[str, dict[str, Any]] = {
         },
     ),
 }  # fmt: skip
+
+_NO_BRIDGE = f"PCIe, as not all have NVLink bridges; {_REACHED}"
+_SLOWER_PARTS: dict[str, Any] = {"link_latency_s": _PCIE_S, "node_host_gib": 1024}
+
+# Other forms of these: what is not said is as there.
+_FIGURES |= {
+    "a100sxm40": _FIGURES["a100"] | {
+        "memory_gb": 42.5, "memory_gb_per_s": 1555, "sheet": "NVIDIA's data sheet of A100 40GB SXM",
+    },
+    "a100pcie": _FIGURES["a100"] | _SLOWER_PARTS | {
+        "memory_gb_per_s": 1935, "link_gb_per_s": 32, "sheet": "NVIDIA's data sheet of A100 80GB PCIe",
+        "sources": _FIGURES["a100"]["sources"] | {"within": _NO_BRIDGE},
+    },
+    "a100pcie40": _FIGURES["a100"] | _SLOWER_PARTS | {
+        "memory_gb": 42.5, "memory_gb_per_s": 1555, "link_gb_per_s": 32,
+        "sheet": "NVIDIA's data sheet of A100 40GB PCIe",
+        "sources": _FIGURES["a100"]["sources"] | {"within": _NO_BRIDGE},
+    },
+    "h100pcie": _FIGURES["h100"] | _SLOWER_PARTS | {
+        "peaks": {"bfloat16": 756, "float16": 756, "float8": 1513, "float32": 51, "tf32": 378, "float64": 51},
+        "memory_gb_per_s": 2039, "link_gb_per_s": 64, "sheet": "NVIDIA's data sheet of H100 PCIe",
+        "sources": {"gemm": f"{_ASSUMED_MATMUL} SXM", "within": _NO_BRIDGE},
+    },
+    "h100nvl": _FIGURES["h100"] | _SLOWER_PARTS | {
+        "peaks": {"bfloat16": 835, "float16": 835, "float8": 1671, "float32": 60, "tf32": 418, "float64": 60},
+        "memory_gb": 100.0, "memory_gb_per_s": 3938, "link_gb_per_s": 64,
+        "sheet": "NVIDIA's data sheet of H100 NVL (one of the pair)",
+        "sources": {"gemm": f"{_ASSUMED_MATMUL} SXM", "within": f"PCIe, as the bridge joins two of a node; {_REACHED}"},
+    },
+    "h200nvl": _FIGURES["h200"] | {
+        "peaks": {"bfloat16": 835, "float16": 835, "float8": 1671, "float32": 60, "tf32": 418, "float64": 60},
+        "node": 4, "node_host_gib": 1024, "sheet": "NVIDIA's data sheet of H200 NVL, bridged by four",
+        "sources": {"gemm": f"{_ASSUMED_MATMUL} SXM"},
+    },
+    "gh200": _FIGURES["h100"] | {
+        "memory_gb": 102.0, "memory_gb_per_s": 4000, "host_gb_per_s": 450, "node": 1, "node_host_gib": 480,
+        "sheet": "NVIDIA's data sheet of GH200 (96 GB of HBM3)",
+        "sources": {"host_link": f"NVLink-C2C: 900 GB/s both ways; {_HOST}", "within": "there is one GPU"},
+    },
+    "gb300": _FIGURES["gb200"] | {
+        "peaks": {"bfloat16": 2500, "float16": 2500, "float8": 5000, "float32": 80, "tf32": 1250, "float64": 1.4},
+        "memory_gb": 279, "sheet": "NVIDIA's data sheet of GB300 NVL72 (a 72nd of the rack)",
+    },
+    "rtx5090": _FIGURES["rtx4090"] | {
+        "peaks": {"bfloat16": 209.5, "float16": 209.5, "float8": 419, "float32": 104.8, "tf32": 104.8, "float64": 1.6},
+        "memory_gb": 33.7, "memory_gb_per_s": 1792, "link_gb_per_s": 32, "host_gb_per_s": 64,
+        "sheet": "NVIDIA's RTX Blackwell whitepaper, GeForce RTX 5090 (fp32 accumulation)",
+        "sources": _FIGURES["rtx4090"]["sources"] | {
+            "within": f"assumed: half of PCIe 5.0 ×16, through the host, as there is no peer access; {_REACHED}",
+        },
+    },
+}  # fmt: skip
+
+DEVICES = {name: _gpu(**figures) for name, figures in _FIGURES.items()}
 
 # Every rank is a process of one thread. These are orders of magnitude: calibrate.
 DEVICES["cpu"] = {

@@ -30,6 +30,7 @@ from typing import Any
 
 from opensora_accel.documents import Amount, Count, Duration, Ranks, parse, read_text
 from opensora_accel.links import Link
+from opensora_accel.observe import gpu_of
 from opensora_accel.planner.devices import DEVICES, NETWORKS
 
 # What an efficiency may depend on.
@@ -348,13 +349,12 @@ def this_machine(world_size: int) -> Hardware:
             named, memory_bytes=host_bytes // per_node, host_memory_bytes=host_bytes, cores=cores
         )
     name = torch.cuda.get_device_name()
-    plain = name.lower().replace(" ", "")
-    # The longest name first: GB200 has B200 in it.
-    device = next((each for each in sorted(DEVICES, key=len, reverse=True) if each in plain), None)
+    device = gpu_of(name)
     if device is None:
+        part = ", a part of a GPU" if " MIG " in name else ""
         raise ValueError(
-            f"the planner has no figures of {name!r}; measure them with `opensora-accel doctor --calibrate FILE`, and "
-            "set OPENSORA_ACCEL_HARDWARE to that file"
+            f"the planner has no figures of {name!r}{part}; measure them with `opensora-accel doctor --calibrate FILE`, "
+            "and set OPENSORA_ACCEL_HARDWARE to that file"
         )
     total_bytes = torch.cuda.get_device_properties(0).total_memory
     return dataclasses.replace(

@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opensora_accel.observe import GPUS, gpu_of
 from opensora_accel.planner.devices import DEVICES, NETWORKS
-from opensora_accel.planner.hardware import Efficiency, Hardware, hardware_names
+from opensora_accel.planner.hardware import Efficiency, Hardware, hardware_names, this_machine
 
 
 @pytest.mark.parametrize("name", hardware_names())
@@ -106,14 +110,57 @@ def test_the_bounds_go_around_what_was_measured():
 
 
 def test_peaks_are_those_that_the_profiler_knows():
-    from opensora_accel.observe import flops
-
-    for device, part in (("h100", "H100"), ("h200", "H200"), ("a100", "A100")):
-        bf16, fp32 = flops._PEAKS[part]
+    assert {*GPUS} == {*DEVICES} - {"cpu"}
+    for device, gpu in GPUS.items():
         peaks = DEVICES[device]["peak_flops"]
-        assert peaks["bfloat16"] == pytest.approx(bf16, rel=1e-2) and peaks["float32"] == pytest.approx(
-            fp32, rel=1e-2
-        )
+        assert peaks["bfloat16"] == pytest.approx(gpu.bf16_flops, rel=1e-9)
+        assert peaks["float32"] == pytest.approx(gpu.fp32_flops, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100sxm40"),
+        ("NVIDIA A100 80GB PCIe", "a100pcie"),
+        ("NVIDIA A100-PCIE-40GB", "a100pcie40"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100pcie"),
+        ("NVIDIA H100 NVL", "h100nvl"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GB300", "gb300"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA L40", None),
+        ("NVIDIA A100X", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA H800", None),
+        ("Tesla V100-SXM2-32GB", None),
+    ],
+)
+def test_a_gpu_is_known_by_its_whole_name_or_refused(monkeypatch, name, device):
+    monkeypatch.delenv("OPENSORA_ACCEL_HARDWARE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=34 * 2**30)
+    )
+    assert gpu_of(name) == device
+    if device is not None:
+        found = this_machine(2)
+        assert found.name.startswith(f"{device}x2") and found.memory_bytes == 34 * 2**30
+        return
+    with pytest.raises(ValueError, match=re.escape(f"no figures of {name!r}")) as refused:
+        this_machine(2)
+    assert ("a part of a GPU" in str(refused.value)) == ("MIG" in name)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +171,7 @@ def test_peaks_are_those_that_the_profiler_knows():
         ("h100x0", "at least 1"),
         ("h100x8-ib", "as ib400"),
         ("", "DEVICExCOUNT"),
-        ("gb300x72", "did you mean 'gb200'"),
+        ("gb250x72", "did you mean 'gb200'"),
     ],
 )
 def test_a_wrong_name_is_told_with_the_nearest(name, said):

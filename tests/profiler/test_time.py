@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardformer
 from opensora_accel import Plan, init_parallel, regions
 from opensora_accel.integrations.accelerate import end_steps_at_log
-from opensora_accel.observe.flops import peak_of
+from opensora_accel.observe.gpus import peak_of
 from opensora_accel.observe.kinds import BACKWARD, FORWARD, RECOMPUTE
 from opensora_accel.observe.on_cpu import launcher_environment
 from opensora_accel.profiler import profile, region
@@ -339,7 +339,7 @@ def test_a_network_that_is_the_limit_is_told_once(ranks, tmp_path):
 def test_peaks_of_known_devices(monkeypatch):
     cuda = torch.device("cuda")
     for name, bf16 in {
-        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 80GB HBM3": 989.4e12,
         "NVIDIA H100 PCIe": 756e12,
         "NVIDIA T4": None,
     }.items():

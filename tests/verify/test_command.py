@@ -190,8 +190,8 @@ def test_what_cannot_be_compared_is_told_in_every_form(tmp_path, text, message):
             marks=PROVE,
         ),
         pytest.param(
-            "    return Model(width)", "    os._exit(0)\n", ["--mesh", "data=2"], "model_fn() ends its process: os._exit(0)",
-            marks=PROVE,
+            "    return Model(width)", "    os._exit(0)\n", ["--mesh", "data=2"],
+            "model_fn() ends its process: os._exit(0)", marks=PROVE,
         ),
         pytest.param(
             "    loss.backward()", "    os._exit(0)\n", ["--mesh", "data=2"],
