@@ -353,7 +353,7 @@ def this_machine(world_size: int) -> Hardware:
     if device is None:
         part = ", a part of a GPU" if " MIG " in name else ""
         raise ValueError(
-            f"the planner has no figures of {name!r}{part}; measure them with `opensora-accel doctor --calibrate FILE`, "
+            f"the planner has no figures of {name!r}{part}; measure them with `opensora-accel doctor --calibrate FILE` "
             "and set OPENSORA_ACCEL_HARDWARE to that file"
         )
     total_bytes = torch.cuda.get_device_properties(0).total_memory
