@@ -3,7 +3,7 @@
 from opensora_accel.attention.call import AttentionCall, autocast, enter_call, torch_attention
 from opensora_accel.attention.gathered import gathered_attention
 from opensora_accel.attention.joint import joint_attention
-from opensora_accel.attention.kernels.cpu import cpu_kernel_as_on_a_gpu
+from opensora_accel.attention.kernels import kernels_of_cuda
 from opensora_accel.attention.linear import linear_attention
 from opensora_accel.attention.local import attend_whole, explain_kernel, local_attention
 from opensora_accel.attention.ring import ring_attention
@@ -16,11 +16,11 @@ __all__ = [
     "attend_whole",
     "autocast",
     "balance",
-    "cpu_kernel_as_on_a_gpu",
     "enter_call",
     "explain_kernel",
     "gathered_attention",
     "joint_attention",
+    "kernels_of_cuda",
     "linear_attention",
     "local_attention",
     "ring_attention",

@@ -107,7 +107,7 @@ def _leaves_hidden_keys_out(q: Tensor, v: Tensor) -> bool:
     Under a mask torch leaves flash for the memory-efficient kernel: for a few hidden text tokens, a whole video would.
     """
     fits = q.dtype in (torch.float16, torch.bfloat16) and q.size(3) == v.size(3) and q.size(3) % 8 == 0
-    return fits and q.device.type == "cuda" and not torch.version.hip
+    return fits and Problem.of(q, q, v, None).device.type == "cuda" and not torch.version.hip
 
 
 class _MaskedAttention(torch.autograd.Function):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from opensora_accel import lazy
 
 if TYPE_CHECKING:
+    from opensora_accel.observe.as_cuda import CPU, Architecture, architecture_of, operators_of_cuda
     from opensora_accel.observe.call_site import find_call_site
     from opensora_accel.observe.clipping import ClipKind, before_clipping
     from opensora_accel.observe.collectives import CollectiveRecorder
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AFTER",
     "BACKWARD",
+    "CPU",
     "DETAILED_KINDS",
     "ELSEWHERE",
     "FORWARD",
@@ -101,6 +103,7 @@ __all__ = [
     "OUTSIDE",
     "PART_AXIS_NAMES",
     "RECOMPUTE",
+    "Architecture",
     "BlockMemory",
     "Change",
     "ClipKind",
@@ -128,6 +131,7 @@ __all__ = [
     "StepMemory",
     "Whole",
     "accelerator_stand_ins",
+    "architecture_of",
     "are_settled",
     "arena_bytes",
     "arena_memory",
@@ -157,6 +161,7 @@ __all__ = [
     "meshes_of",
     "name_of",
     "norms",
+    "operators_of_cuda",
     "peak_of",
     "plain_tensors",
     "prepare_model",

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,9 @@ class FakeFloats(FakeTensorMode):
     zeros, or as ones, that it is.
     """
 
+    # What another device returns of an operator, given what the CPU does.
+    corrections: ClassVar[dict[Any, Callable[[Any], Any]]] = {}
+
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
 
@@ -66,6 +69,8 @@ class FakeFloats(FakeTensorMode):
             if value is not None and version == args[0]._version:
                 return torch.full(args[0].shape, args[1] == value)
         result = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func in self.corrections:
+            result = self.corrections[func](result)
         if func in _MADE_AS and isinstance(result, FakeTensor) and result.device.type == "cpu":
             # Until it is written to.
             result.made_as = _MADE_AS[func], result._version  # type: ignore[attr-defined]

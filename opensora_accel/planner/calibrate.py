@@ -38,6 +38,7 @@ from torch.nn import functional
 from opensora_accel.communications import transport
 from opensora_accel.files import check_folder_of
 from opensora_accel.links import Kind, Link, measure_rounds, pass_on, sent_bytes
+from opensora_accel.observe import architecture_of
 from opensora_accel.parallel_states import start_distributed
 from opensora_accel.plan import Plan
 from opensora_accel.planner.cost import kernel_s
@@ -219,8 +220,9 @@ def _small_step(
 
     fused = device.type == "cuda"
     workload = workload_of_model(
-        "small", build, inputs, num_tokens=side * side, num_heads=heads, fused_optimizer=fused
-    )
+        "small", build, inputs, num_tokens=side * side, num_heads=heads, fused_optimizer=fused,
+        architecture=architecture_of(device),
+    )  # fmt: skip
     model = build().to(device)
     given = {
         name: value.to(device) if isinstance(value, Tensor) else value
@@ -394,6 +396,7 @@ def _hardware(
     return dataclasses.replace(
         base,
         name=f"calibrated {meter.device.type}",
+        architecture=architecture_of(meter.device),
         peak_flops=peaks,
         memory_bytes=torch.cuda.get_device_properties(meter.device).total_memory
         if meter.is_gpu

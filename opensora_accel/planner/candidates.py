@@ -124,7 +124,8 @@ class Request:
         """A size of the mix as it runs on the hardware, with so many times the samples in a pass."""
         if self.resize is not None:
             workload = self.resize(workload, samples)
-        return replace(workload, fused_optimizer=self.hardware.runs_ahead)
+        hardware = self.hardware
+        return replace(workload, fused_optimizer=hardware.runs_ahead, architecture=hardware.architecture)
 
     @property
     def largest(self) -> Workload:

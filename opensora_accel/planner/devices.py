@@ -51,6 +51,7 @@ def _memory(best: float) -> dict[str, Any]:
 
 def _gpu(
     *,
+    architecture: str,
     peaks: dict[str, float],
     memory_gb: float,
     memory_gb_per_s: float,
@@ -65,6 +66,7 @@ def _gpu(
     sources: dict[str, str],
 ) -> dict[str, Any]:
     return {
+        "architecture": architecture,
         "peak_flops": {name: 1e12 * value for name, value in peaks.items()},
         "memory_bytes": int(memory_gb * GB),
         "memory_bytes_per_s": memory_gb_per_s * GB,
@@ -124,6 +126,7 @@ _H100_PEAKS = {
 
 _FIGURES: dict[str, dict[str, Any]] = {
     "a100": dict(
+        architecture="sm_80",
         peaks={"bfloat16": 312, "float16": 312, "float32": 19.5, "tf32": 156, "float64": 19.5},
         memory_gb=85.9,  # 80 GiB
         memory_gb_per_s=2039,
@@ -138,6 +141,7 @@ _FIGURES: dict[str, dict[str, Any]] = {
         sources={"gemm": _MATMUL, "attention": _FA2},
     ),
     "h100": dict(
+        architecture="sm_90",
         peaks=_H100_PEAKS,
         memory_gb=85.0,  # nvidia-smi: 81,559 MiB of 80 GB
         memory_gb_per_s=3350,
@@ -152,6 +156,7 @@ _FIGURES: dict[str, dict[str, Any]] = {
         sources={"gemm": _MATMUL, "memory_bytes": "what nvidia-smi prints for H100 80GB HBM3, less what is reserved"},
     ),
     "h200": dict(
+        architecture="sm_90",
         peaks=_H100_PEAKS,
         memory_gb=150.1,  # nvidia-smi: 143,771 MiB
         memory_gb_per_s=4800,
@@ -166,6 +171,7 @@ _FIGURES: dict[str, dict[str, Any]] = {
         sources={"memory_bytes": "what nvidia-smi prints for H200, less what is reserved"},
     ),
     "b200": dict(
+        architecture="sm_100",
         peaks={"bfloat16": 2250, "float16": 2250, "float8": 4500, "float32": 75, "tf32": 1125, "float64": 37},
         memory_gb=180,
         memory_gb_per_s=7700,
@@ -180,6 +186,7 @@ _FIGURES: dict[str, dict[str, Any]] = {
         sources={"attention": "assumed", "gemm": "assumed: 0.75"},
     ),
     "gb200": dict(
+        architecture="sm_100",
         peaks={"bfloat16": 2500, "float16": 2500, "float8": 5000, "float32": 80, "tf32": 1250, "float64": 40},
         memory_gb=186,
         memory_gb_per_s=8000,
@@ -199,6 +206,7 @@ _FIGURES: dict[str, dict[str, Any]] = {
         },
     ),
     "mi300x": dict(
+        architecture="gfx942",
         peaks={**dict.fromkeys(("bfloat16", "float16"), 1307.4), "float8": 2614.9, "tf32": 653.7,
                **dict.fromkeys(("float32", "float64"), 163.4)},
         memory_gb=206.1,  # 192 GiB
@@ -218,6 +226,7 @@ _FIGURES: dict[str, dict[str, Any]] = {
         },
     ),
     "l40s": dict(
+        architecture="sm_89",
         peaks={"bfloat16": 362, "float16": 362, "float8": 733, "float32": 91.6, "tf32": 183, "float64": 1.4},
         memory_gb=48.3,
         memory_gb_per_s=864,
@@ -232,6 +241,7 @@ _FIGURES: dict[str, dict[str, Any]] = {
         sources={"attention": "assumed: near A100's", "within": f"PCIe 4.0 ×16, shared with the host; {_REACHED}"},
     ),
     "rtx4090": dict(
+        architecture="sm_89",
         peaks={"bfloat16": 165.2, "float16": 165.2, "float8": 330.3, "float32": 82.6, "tf32": 82.6, "float64": 1.3},
         memory_gb=25.3,
         memory_gb_per_s=1008,
@@ -294,6 +304,7 @@ _FIGURES |= {
         "memory_gb": 279, "sheet": "NVIDIA's data sheet of GB300 NVL72 (a 72nd of the rack)",
     },
     "rtx5090": _FIGURES["rtx4090"] | {
+        "architecture": "sm_120",
         "peaks": {"bfloat16": 209.5, "float16": 209.5, "float8": 419, "float32": 104.8, "tf32": 104.8, "float64": 1.6},
         "memory_gb": 33.7, "memory_gb_per_s": 1792, "link_gb_per_s": 32, "host_gb_per_s": 64,
         "sheet": "NVIDIA's RTX Blackwell whitepaper, GeForce RTX 5090 (fp32 accumulation)",
@@ -307,6 +318,7 @@ DEVICES = {name: _gpu(**figures) for name, figures in _FIGURES.items()}
 
 # Every rank is a process of one thread. These are orders of magnitude: calibrate.
 DEVICES["cpu"] = {
+    "architecture": "cpu",
     "peak_flops": {"float32": 60e9, "bfloat16": 30e9, "float64": 30e9},
     "memory_bytes": 8 * GIB,
     "memory_bytes_per_s": 8 * GB,

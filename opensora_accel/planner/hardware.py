@@ -30,7 +30,7 @@ from typing import Any
 
 from opensora_accel.documents import Amount, Count, Duration, Ranks, parse, read_text
 from opensora_accel.links import Link
-from opensora_accel.observe import gpu_of
+from opensora_accel.observe import CPU, Architecture, gpu_of
 from opensora_accel.planner.devices import DEVICES, NETWORKS
 
 # What an efficiency may depend on.
@@ -98,6 +98,8 @@ class Hardware:
     """
 
     name: str
+    # Whose operators a step has: of a GPU as compilers name it, sm_90 or gfx942, or "cpu".
+    architecture: str
     # Dense operations a second, by dtype.
     peak_flops: dict[str, Amount]
     memory_bytes: Count
@@ -141,6 +143,8 @@ class Hardware:
     )
 
     def __post_init__(self) -> None:
+        if self.architecture != CPU:
+            Architecture.of(self.architecture)
         for name in ("memory_bytes", "memory_bytes_per_s", "ranks_per_node", "host_memory_bytes"):
             _check_number(name, getattr(self, name), above=0)
         for name in (

@@ -63,12 +63,13 @@ def kernel_of(
     if formula is not None:
         flops = int(formula(*args, **kwargs, out_val=outputs))
     if any(part in name for part in _ATTENTION):
-        if arguments_of(func, args, kwargs).get("is_causal"):
-            # A triangle, of which the kernel leaves out what is not seen: torch's formula counts the square.
-            flops = flops * (args[0].size(-2) + 1) // (2 * args[0].size(-2))
+        values = arguments_of(func, args, kwargs)
         # After the gradient of the output, where there is one.
-        q, k = [tensor for tensor in reads if tensor.dim() == 4][1 if "backward" in name else 0 :][:2]
-        kind, shape = "attention", (q.size(0), q.size(1), q.size(2), k.size(2), q.size(3))
+        q, k = [tensor for tensor in reads if tensor.dim() >= 3][1 if "backward" in name else 0 :][:2]
+        kind, shape = "attention", _attention_shape(q, k, values.get("max_q"), values.get("max_k"))
+        if values.get("is_causal"):
+            # A triangle, of which the kernel leaves out what is not seen: torch's formula counts the square.
+            flops = flops * (shape[2] + 1) // (2 * shape[2])
     elif flops:
         kind, shape = "gemm", _gemm_shape(name, args, outputs)
     dtype = next((t.dtype for t in (*writes, *reads) if t.is_floating_point()), torch.float32)
@@ -81,6 +82,13 @@ def kernel_of(
         shape=shape,
         dtype=str(dtype).removeprefix("torch."),
     )
+
+
+def _attention_shape(q: Tensor, k: Tensor, longest_q: int | None, longest_k: int | None) -> tuple[int, ...]:
+    """(B, H, S_q, S_k, D) of [B, H, S, D], or of samples one behind the other, [B · S, H, D] of equal lengths."""
+    if q.dim() == 4 or longest_q is None or longest_k is None:
+        return q.size(0), q.size(1), q.size(2), k.size(2), q.size(3)
+    return q.size(0) // longest_q, q.size(1), longest_q, longest_k, q.size(2)
 
 
 def _gemm_shape(name: str, args: Sequence[Any], outputs: Any) -> tuple[int, int, int, int]:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from opensora_accel.attention import cpu_kernel_as_on_a_gpu
 from opensora_accel.checkpoint import KEEP_LAST
 from opensora_accel.observe import (
+    CPU,
     MeshShape,
     OtherRanks,
     Owners,
@@ -22,6 +22,7 @@ from opensora_accel.observe import (
     fake_world,
     find_blocks,
     launcher_environment,
+    operators_of_cuda,
     without_values,
 )
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, OffloadEngine, num_blocks_to_move
@@ -79,6 +80,7 @@ class _Session:
         recorder = StepRecorder(shape)
         run = Run(shape, self.rank, shape.data_rank(self.rank), shape.data_size)
         engine, others = OffloadEngine(recorder.queues), OtherRanks()
+        architecture = self.workload.architecture
         with (
             fake_world(self.rank, plan.world_size),
             without_values(),
@@ -87,7 +89,7 @@ class _Session:
             recorder,
             launcher_environment(run),
             accelerator_stand_ins(),
-            cpu_kernel_as_on_a_gpu() if self.workload.fused_optimizer else nullcontext(),
+            nullcontext() if architecture == CPU else operators_of_cuda(architecture),
         ):
             if plan.offload:
                 engine.setup_arena(limit_bytes=_UNLIMITED_BYTES)

@@ -45,6 +45,8 @@ class Workload:
     num_heads: int = 0
     # Whether the optimizer steps all parameters in one kernel, as it does on a GPU, or one after the other.
     fused_optimizer: bool = True
+    # Whose operators are traced: those of a GPU's architecture, as sm_90, or of the CPU, "cpu".
+    architecture: str = "sm_90"
     # Whether a pass may be run several times. A user's step applies its plan each time, and a model is sharded once.
     is_repeatable: bool = True
 

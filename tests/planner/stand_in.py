@@ -26,6 +26,7 @@ class StandInWorkload:
     channels: int = 1024
     accumulation: int = 1
     fused_optimizer: bool = True
+    architecture: str = "sm_90"
     has_tensor_table: bool = False
 
 

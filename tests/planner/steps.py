@@ -74,12 +74,13 @@ def inputs_of(name, _model, dtype):
     return given
 
 
-def small(name="Wan", fused_optimizer=False, accumulation=1, **sizes):
+def small(name="Wan", fused_optimizer=False, accumulation=1, architecture="cpu", **sizes):
     return workload_of_model(
         name,
         partial(MODELS[name], **sizes),
         partial(inputs_of, name),
         fused_optimizer=fused_optimizer,
+        architecture=architecture,
         accumulation=accumulation,
     )
 

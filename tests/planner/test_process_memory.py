@@ -48,7 +48,11 @@ def inputs_of(side, _model, dtype):
 def workload(layers, channels, side):
     """4 · side² tokens."""
     return workload_of_model(
-        "Wan", partial(wan, layers, channels), partial(inputs_of, side), fused_optimizer=False
+        "Wan",
+        partial(wan, layers, channels),
+        partial(inputs_of, side),
+        fused_optimizer=False,
+        architecture="cpu",
     )
 
 

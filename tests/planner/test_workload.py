@@ -168,7 +168,9 @@ def test_a_loop_of_the_users_own_is_traced(tmp_path):
 def test_a_configured_run_is_traced(clips, tmp_path):
     config = tiny_config(clips, tmp_path)
     true = TrueSize.of(config)
-    workload = Workload("config", true.model, true.prepare, accumulation=2, fused_optimizer=False)
+    workload = Workload(
+        "config", true.model, true.prepare, accumulation=2, fused_optimizer=False, architecture="cpu"
+    )
     trace = trace_step(workload, Plan(ulysses=2, sharding="zero3", checkpoint="full"))
     assert trace.num_blocks == true.arguments["num_layers"]
     # Two passes, of which each recomputes every block.

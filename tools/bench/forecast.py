@@ -84,6 +84,7 @@ def workload_of(sizes: Sizes) -> Workload:
         num_tokens=sizes.tokens,
         num_heads=sizes.heads,
         fused_optimizer=False,
+        architecture="cpu",
     )
 
 

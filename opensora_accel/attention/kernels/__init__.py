@@ -4,7 +4,13 @@ This is what attention over keys in blocks needs, and what `scaled_dot_product_a
 """
 
 from opensora_accel.attention.kernels.base import Grads, Kernel, PiecesKernel, Problem, Scores
-from opensora_accel.attention.kernels.choose import Choice, choose_for_pieces, choose_kernel, explain_pieces
+from opensora_accel.attention.kernels.choose import (
+    Choice,
+    choose_for_pieces,
+    choose_kernel,
+    explain_pieces,
+    kernels_of_cuda,
+)
 
 __all__ = [
     "Choice",
@@ -16,4 +22,5 @@ __all__ = [
     "choose_for_pieces",
     "choose_kernel",
     "explain_pieces",
+    "kernels_of_cuda",
 ]

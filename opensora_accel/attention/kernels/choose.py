@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -24,6 +27,7 @@ from opensora_accel.attention.kernels.varlen import (
 )
 from opensora_accel.attention.kernels.visible import VisibleKeysKernel
 from opensora_accel.attention.slices import PieceFacts
+from opensora_accel.wrapping import replaced
 
 logger = logging.getLogger(__name__)
 
@@ -154,3 +158,28 @@ def _prefers_cudnn(device: torch.device) -> bool:
     # Among builds for CUDA 12 torch trusts those of sm_90, sm_100 and sm_103 only.
     is_trusted = minor in (0, 3) or not (torch.version.cuda or "").startswith("12.")
     return major in (9, 10) and is_trusted and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+
+
+@contextlib.contextmanager
+def kernels_of_cuda() -> Iterator[None]:
+    """Within it tensors without values on the CPU take the kernels that they would take on a GPU.
+
+    Which one takes all tiles of a mask at once is asked of a GPU alone; here each tile is a call.
+    """
+    of = Problem.of
+
+    def on_cuda(*operands: Any) -> Problem:
+        return of(*operands)._replace(device=torch.device("cuda"))
+
+    # Another GPU may have been asked about before, and the one that is there afterwards.
+    choose_kernel.cache_clear()
+    choose_for_pieces.cache_clear()
+    try:
+        with (
+            replaced(Problem, "of", staticmethod(on_cuda)),
+            replaced(sys.modules[__name__], "_OF_PIECES", ()),
+        ):
+            yield
+    finally:
+        choose_kernel.cache_clear()
+        choose_for_pieces.cache_clear()
