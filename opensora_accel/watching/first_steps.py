@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from opensora_accel.observe import (
 )
 from opensora_accel.parallel_states import get_data_parallel_group
 from opensora_accel.watchdog import named
+from opensora_accel.watching.accumulated import Composition, Parts, composition, sums_of_gradients
 from opensora_accel.watching.gradients import (
     Losses,
     Scaled,
@@ -90,10 +92,8 @@ class FirstSteps:
         self._data_rank = 0 if data is None else data.rank()
         self._num_steps_done, self._is_finished = 0, False
         self._was_training: bool | None = None
-        self._weights, self._repeats = TrainedWeights(model), Repeats()
+        self._weights, self._repeats, self._parts = TrainedWeights(model), Repeats(), Parts(model)
         self._place, self._is_comparing = _FORWARD, False
-        # When the last backward ended: losses given, and forwards made.
-        self._num_losses_before, self._calls_before = 0, set[int]()
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -101,10 +101,12 @@ class FirstSteps:
         self._outputs: list[Tensor] = []
         self._losses = Losses()
         self._repeats.begin_step()
+        self._parts.begin_step()
         self._old: list[tuple[str, str]] | None = None  # None before the first backward
         # After the last backward, and when gradients were clipped first after it.
         self._norms_after_backward: dict[str, Tensor] = {}
         self._norms_at_clip: dict[str, Tensor] | None = None
+        self._sums_at_clip: Tensor | None = None
         self._is_clipped_by_value = False
         # For each clip a number of the gradients, by the ranks that should have the same ones, and their norm.
         self._clips: list[tuple[dict[tuple[int, ...], int], float]] = []
@@ -247,7 +249,7 @@ class FirstSteps:
         mistakes = list(mistakes_of_inputs(inputs))
         # Ranks whose inputs are wrong have no other mistake to name.
         mistakes += [] if mistakes else self._repeats.of_timesteps(inputs)
-        self._repeats.note_noise(inputs)
+        self._repeats.note_noise(inputs, self._parts.num_backwards)
         in_eval = [rank for rank, (_, training) in enumerate(everyone) if not training]
         if in_eval and (self._was_training or len(in_eval) < len(everyone)):
             mistakes.append(("eval mode", f"the model is in eval mode on {named(in_eval, 'rank')}"))
@@ -274,23 +276,16 @@ class FirstSteps:
             return
         if self._old is None:
             self._old = self._old_gradient()
-        elif self._norms_after_backward and not any(
-            p.grad is not None and local_part(p.grad).any() for p in self._model.parameters()
-        ):
-            # The loop has thrown away what there was of this step, and goes on with another batch.
-            self._losses.forget(self._num_losses_before)
-            self._inputs.calls[:] = [
-                call for call in self._inputs.calls if id(call) not in self._calls_before
-            ]
-            self._repeats.begin_step()
+        else:
+            self._parts.begin_backward()
         # Wrappers reduce gradients in callbacks of their own, at the end of a backward. One that is queued by a
         # callback comes after all of them.
         queue = torch.autograd.Variable._execution_engine.queue_callback
 
         def note() -> None:
-            self._norms_after_backward, self._norms_at_clip = norms_of_gradients(self._model), None
-            self._num_losses_before = self._losses.num_given
-            self._calls_before = {id(call) for call in self._inputs.calls}
+            self._norms_after_backward = norms_of_gradients(self._model)
+            self._norms_at_clip = self._sums_at_clip = None
+            self._parts.end_backward(self._losses.num_given, len(self._inputs.calls))
 
         queue(lambda: queue(note))
 
@@ -302,7 +297,7 @@ class FirstSteps:
         norms = norms_of_gradients(self._model)
         self._is_clipped_by_value |= how == "value"
         if self._norms_at_clip is None:
-            self._norms_at_clip = norms
+            self._norms_at_clip, self._sums_at_clip = norms, sums_of_gradients(self._model)
         by_ranks: dict[tuple[int, ...], int] = {}
         for name, parameter in self._model.named_parameters():
             for group in self._holders[name].same.values() if parameter.grad is not None else ():
@@ -326,24 +321,51 @@ class FirstSteps:
             return
         self._place = _OPTIMIZER
         self._draws.is_paused = True
-        scaled = scaled_since(
-            self._norms_after_backward,
-            self._norms_at_clip,
-            norms_of_gradients(self._model),
-            self._losses.scale(),
-        )
         try:
             # Each of them supposes that there is none of the kind before, on any rank.
-            everyone = self._gather((self._data_rank, self._losses.given))
             self._raise_if_any(self._old or [])
+            used = sums_of_gradients(self._model) if self._sums_at_clip is None else self._sums_at_clip
+            made, is_known = self._made_of(used)
+            scaled = scaled_since(
+                self._norms_after_backward,
+                self._norms_at_clip,
+                norms_of_gradients(self._model),
+                self._losses.scale(),
+            )
+            # Of one part whose own gradients are used norms are known to more digits than sums.
+            if scaled is not None and made is not None and (made.is_average or len(made.factors) > 1):
+                scaled = replace(scaled, by_hand=self._parts.by_hand(made, used))
             by_hand = 1.0 if scaled is None else scaled.by_hand
-            self._raise_if_any(list(self._losses.mistakes(everyone, by_hand)) if self._losses.given else [])
+            everyone = self._gather((self._data_rank, self._losses.given))
+            found = self._losses.mistakes(everyone, by_hand if is_known else None)
+            self._raise_if_any(list(found) if self._losses.given else [])
             self._raise_if_any(self._repeats.of_noise())
             self._raise_if_any(self._unequal())
             self._raise_if_any(self._mistakes_of_clips())
-            self._raise_if_any(self._of_size(self._gather(scaled)))
+            self._raise_if_any(self._of_size(self._gather(scaled), made) if is_known else [])
         finally:
             self._draws.is_paused = False
+
+    def _made_of(self, used: Tensor) -> tuple[Composition | None, bool]:
+        """Of which of the step's backwards the gradients are made; what was thrown away is forgotten.
+
+        Returns:
+            the composition, if it is known, and whether the size of a gradient may be judged without it.
+        """
+        parts = self._parts.all
+        everyone = self._gather(([part.sums.tolist() for part in parts], used.tolist()))
+        made = composition(everyone)
+        if made is None and max(len(sums) for sums, _ in everyone) > 1:
+            logger.warning(
+                "watch: in step %d gradients were taken out of parameter.grad between backwards, and what the "
+                "optimizer uses is not a sum of them times numbers: so their size is not checked",
+                self._step,
+            )
+            return None, False
+        for losses, backwards in self._parts.thrown_away(made) if made is not None else ():
+            self._losses.forget(losses)
+            self._repeats.forget_noise(backwards)
+        return made, True
 
     def _mistakes_of_clips(self) -> Iterator[tuple[str, str]]:
         """Ranks that clip before they average, each by the norm of its own gradients."""
@@ -357,9 +379,10 @@ class FirstSteps:
                     )
                     return
 
-    def _of_size(self, scaled: Sequence[Scaled | None]) -> list[tuple[str, str]]:
+    def _of_size(self, scaled: Sequence[Scaled | None], made: Composition | None) -> list[tuple[str, str]]:
         """Mistakes of gradients that are equal on all ranks that hold the same weights."""
-        watched = [call for call in self._inputs.calls if call.gradients]
+        calls = self._inputs.calls if made is None else self._parts.weighed(made, self._inputs.calls)
+        watched = [call for call in calls if call.gradients]
         if not all(self._gather(bool(watched))) or all(each is None for each in scaled):
             logger.warning(
                 "watch: in step %d no gradients are in parameter.grad, and so they are not checked",

@@ -82,10 +82,10 @@ class Losses:
     def given(self) -> list[tuple[float, tuple[Any, ...]]]:
         return list(self._given.values())
 
-    def forget(self, number: int) -> None:
-        """The first `number` losses, whose gradients the loop has thrown away."""
-        self._given = {key: loss for key, loss in self._given.items() if key >= number}
-        self._products = [product for product in self._products if product[0] >= number]
+    def forget(self, numbers: range) -> None:
+        """Losses whose gradients the loop has thrown away."""
+        self._given = {key: loss for key, loss in self._given.items() if key not in numbers}
+        self._products = [product for product in self._products if product[0] not in numbers]
 
     def scale(self) -> float | None:
         """How many times the mean of the losses is backwarded: 1, or a gradient scaler's; None where none is."""
@@ -96,12 +96,15 @@ class Losses:
         # A loss that is found wanting may be given and not backwarded.
         return along / squared * len(set(numbers)) if squared else 1.0
 
-    def mistakes(self, everyone: Sequence[tuple[int, Any]], by_hand: float) -> Iterator[tuple[str, str]]:
+    def mistakes(
+        self, everyone: Sequence[tuple[int, Any]], by_hand: float | None
+    ) -> Iterator[tuple[str, str]]:
         """(Mistake, what).
 
         Args:
             everyone: the data rank and the losses of each rank, in order of ranks.
-            by_hand: what this rank's gradients were multiplied by after the backward, which may mend the scale.
+            by_hand: what this rank's gradients were multiplied by after the backward, which may mend the scale; None
+                where that is not known.
         """
         firsts: dict[int, int] = {}  # the first rank that has each data rank's sample
         for rank, (data_rank, losses) in enumerate(everyone):
@@ -131,6 +134,8 @@ class Losses:
                 "loss",
                 "what is backwarded does not come from the model's output by way of the loss that is given",
             )
+            return
+        if by_hand is None:
             return
         num_losses = len({number for number, _, _ in self._products})
         is_mended = math.isclose(scale * by_hand, 1, rel_tol=_CLOSE)

@@ -187,9 +187,10 @@ class Repeats:
         self.begin_step()
 
     def begin_step(self) -> None:
-        # By rank, line and digest: the text that the noise was drawn for.
-        self._drawn: dict[tuple[int, str, int], dict[str, Summary]] = {}
-        self._twice: tuple[str, str] | None = None
+        # By rank, line and digest: the text that the noise was drawn for, and after how many backwards.
+        self._drawn: dict[tuple[int, str, int], tuple[dict[str, Summary], int]] = {}
+        # With the numbers of backwards before both of them.
+        self._twice: list[tuple[int, int, str]] = []
 
     def of_timesteps(self, everyone: Sequence[Inputs]) -> Iterator[tuple[str, str]]:
         """(Mistake, what), after one more forward of all ranks; the same on every rank.
@@ -220,8 +221,12 @@ class Repeats:
                 f"{named(firsts)} called the model with the same timesteps, for samples of their own",
             )
 
-    def note_noise(self, everyone: Sequence[Inputs]) -> None:
-        """Compares what each rank has drawn for this forward with what it drew for others of the step."""
+    def note_noise(self, everyone: Sequence[Inputs], num_backwards: int) -> None:
+        """Compares what each rank has drawn for this forward with what it drew for others of the step.
+
+        Args:
+            num_backwards: of the step, before this forward.
+        """
         drawn = {}
         for rank, inputs in enumerate(everyone):
             text = inputs.of_kind("text")
@@ -229,20 +234,28 @@ class Repeats:
                 key = rank, draw.line, draw.digest
                 if draw.num_numbers < _FEWEST_NUMBERS:
                     continue
-                drawn[key] = text
+                drawn[key] = text, num_backwards
                 # What is drawn by samples is drawn again for the same ones.
-                before = self._drawn.get(key)
-                if before is not None and not (text and text == before) and self._twice is None:
-                    self._twice = (
-                        "repeated noise",
+                before, when = self._drawn.get(key, (text, 0))
+                if key in self._drawn and not (text and text == before):
+                    what = (
                         f"rank {rank} drew the same {draw.num_numbers} numbers at {draw.line} for two forwards of a "
-                        "step, for samples of their own",
+                        "step, for samples of their own"
                     )
+                    self._twice.append((when, num_backwards, what))
         self._drawn |= drawn
+
+    def forget_noise(self, backwards: range) -> None:
+        """Of forwards whose gradients the loop has thrown away.
+
+        Args:
+            backwards: numbers of backwards that had ended before these forwards.
+        """
+        self._twice = [each for each in self._twice if not {*each[:2]} & {*backwards}]
 
     def of_noise(self) -> list[tuple[str, str]]:
         """(Mistake, what) of the microbatches of a step, before its optimizer."""
-        return [] if self._twice is None else [self._twice]
+        return [("repeated noise", what) for _, _, what in self._twice[:1]]
 
 
 def _first_of_each_data_rank(everyone: Sequence[Inputs]) -> list[int]:

@@ -38,6 +38,7 @@ class Loop:
 
     def __init__(self, plan, wrong, dtype=torch.float32):
         self.plan, self.wrong = plan, wrong
+        self.is_averaged_by_hand = wrong == "averaged by hand" or wrong.startswith("moved, averaged")
         init_parallel(plan)
         data = get_data_parallel_group()
         self.rank, self.data_rank = dist.get_rank(), 0 if data is None else data.rank()
@@ -50,7 +51,9 @@ class Loop:
             self.ema = shardformer.shard(self.ema, plan)
         elif wrong == "averaged over data ranks":
             self.wrapped = DistributedDataParallel(self.model, process_group=data)
-        elif wrong not in ("not averaged", "added up", "averaged by hand", "clipped before the average"):
+        elif wrong not in ("not averaged", "added up", "clipped before the average") and (
+            not self.is_averaged_by_hand
+        ):
             mixed = get_data_parallel_group(get_mixed_dp_pg=True)
             self.wrapped = DistributedDataParallel(
                 self.model, process_group=mixed, static_graph=wrong == "static graph"
@@ -63,6 +66,7 @@ class Loop:
             if wrong == "divided by FSDP2" and isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo divides by nothing else
                 module.set_gradient_divide_factor(2 * dist.get_world_size())
+        self.buffers = {}
         parameters = others or list(self.model.parameters())
         parameters = parameters[:-1] if wrong == "a weight left out" else parameters
         halves = [parameters[::2], parameters[1::2]] if wrong == "two optimizers" else [parameters]
@@ -77,7 +81,7 @@ class Loop:
         ema = None if self.wrong == "no ema" else self.ema
         with watch(self.model, ema=ema, **options) as check:
             for step in range(num_steps):
-                if self.wrong == "all skip a step":
+                if self.wrong.startswith("all skip a step"):
                     self.backward(check, 9 + step, 0)
                     self.optimizers[0].zero_grad()
                 if self.wrong == "all skip a loss":
@@ -88,10 +92,22 @@ class Loop:
                     continue
                 for part in range(2):
                     self.backward(check, step, part)
+                    self.move()
                 self.scale()
                 self.update(step)
                 if step == 0 and self.wrong != "one rank skips":
                     self.sample(check)
+
+    def move(self):
+        """Gradients accumulate in buffers of the loop, and `.grad` is empty before each backward."""
+        if not self.wrong.startswith("moved"):
+            return
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                is_left_out = self.wrong == "moved, one left out"
+                before = 0 if is_left_out else self.buffers.get(parameter, 0)
+                self.buffers[parameter] = parameter.grad + before
+                parameter.grad = None
 
     def closure(self, check, step):
         self.optimizers[0].zero_grad()
@@ -120,12 +136,7 @@ class Loop:
         latents, texts = torch.stack(latents), torch.stack(texts)
         if self.wrong == "caption dropout" and is_other:
             texts[0] = 0
-        rng = {
-            "noise": torch.Generator().manual_seed(self.rank),
-            "repeated noise": torch.Generator().manual_seed(step),
-            "noise of the step": torch.Generator().manual_seed(100 * step + self.data_rank),
-        }.get(self.wrong, torch.Generator().manual_seed(100 * step + 10 * part + self.data_rank))
-        noise = torch.randn(latents.shape, generator=rng)
+        noise = torch.randn(latents.shape, generator=self.noise_of(step, part))
         time = torch.rand(2, generator=torch.Generator().manual_seed(numbers[0]))
         if self.wrong == "timestep":
             time = torch.rand(2, generator=torch.Generator().manual_seed(self.rank))
@@ -146,7 +157,8 @@ class Loop:
             check.loss(loss.detach(), numbers)
         else:
             check.loss(loss, numbers if self.wrong != "sampler by rank" else [self.rank])
-        scale = {"divided by ranks": 2 * 2, "not divided": 1, "divided after": 1}.get(self.wrong, 2)
+        is_whole = self.wrong.endswith(("not divided", "divided after"))
+        scale = 1 if is_whole else {"divided by ranks": 2 * 2}.get(self.wrong, 2)
         if self.wrong in ("scaler", "scaler, added up"):
             loss = loss * 4096
         if is_wanting:
@@ -156,24 +168,33 @@ class Loop:
         (loss / scale).backward()
         return loss.detach()
 
+    def noise_of(self, step, part):
+        """A generator."""
+        seed = {
+            "noise": self.rank,
+            "repeated noise": step,
+            "all skip a step of one noise": 10 * part + self.data_rank,
+            "noise of the step": 100 * step + self.data_rank,
+            "moved, noise of the step": 100 * step + self.data_rank,
+        }
+        return torch.Generator().manual_seed(seed.get(self.wrong, 100 * step + 10 * part + self.data_rank))
+
     def scale(self):
         """What happens to gradients between backward and step."""
+        for parameter, buffer in self.buffers.items():
+            parameter.grad = buffer / (2 if self.wrong.endswith(", divided after") else 1)
+        self.buffers.clear()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if self.wrong == "clipped before the average":
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
-        if self.wrong in ("added up", "averaged by hand", "clipped before the average"):
+        if self.wrong in ("added up", "clipped before the average") or self.is_averaged_by_hand:
             self.add_up(None)
-        if self.wrong.startswith("added up after the mean") or self.wrong == "scaler, added up":
+        if "added up after the mean" in self.wrong or self.wrong == "scaler, added up":
             self.add_up(get_sequence_parallel_group())
-        divisor = {
-            "averaged by hand": dist.get_world_size(),
-            "scaler": 4096,
-            "divided twice": 2,
-            "divided after": 2,
-        }
+        divisor = {"scaler": 4096, "divided twice": 2, "divided after": 2}
         divisor |= {"clipped before the average": dist.get_world_size(), "scaler, added up": 4096}
         for gradient in gradients:
-            gradient /= divisor.get(self.wrong, 1)
+            gradient /= dist.get_world_size() if self.is_averaged_by_hand else divisor.get(self.wrong, 1)
         if self.wrong in ("clipped", "averaged by hand", "added up after the mean, clipped"):
             clip_grad_norm_(self.model, 1e-3)
         if self.wrong == "clipped by value":
@@ -261,7 +282,7 @@ MISTAKES = [
     ("not divided", ULYSSES, "loss scale", "1 times the loss is backwarded in each of 2 backwards, to be 0.5"),
     ("not averaged", ULYSSES, "gradients", "differs over all ranks"),
     ("averaged over data ranks", ULYSSES, "gradients", "differs over all ranks"),
-    ("added up", RING, "reduction", "the gradient is 3 times that of the loss: added up over the 3 ranks that share"),
+    ("added up", RING, "reduction", "the gradients were scaled by 3: added up over the 3 ranks that share a sample"),
     ("divided twice", SHARDED, "reduction", "the gradients were scaled by 0.5: divided once too often by the 2 ranks"),
     ("divided by FSDP2", SHARDED, "reduction", "the gradient is 0.5 times that of the loss: divided once too often"),
     ("clipped by its shards", SHARDED, "clipping", "each by the norm of its own shards"),
@@ -271,6 +292,10 @@ MISTAKES = [
     ("added up after the mean, clipped", ULYSSES, "reduction", "were scaled by 2: added up over the 2 ranks"),
     ("scaler, added up", ULYSSES, "reduction", "times what undoes the scaler: added up over the 2 ranks"),
     ("added up in a closure", ULYSSES, "reduction", "were scaled by 2: added up over the 2 ranks"),
+    ("moved, not divided", ULYSSES, "loss scale", "1 times the loss is backwarded in each of 2 backwards, to be 0.5"),
+    ("moved, added up after the mean", ULYSSES, "reduction", "were scaled by 2: added up over the 2 ranks"),
+    ("moved, one left out", ULYSSES, "loss scale", "0.5 times the loss is backwarded, to be 1"),
+    ("moved, noise of the step", ULYSSES, "repeated noise", "rank 0 drew the same 9600 numbers at test_first_steps.py"),
     ("one rank skips", ULYSSES, "skipped step", "ranks 0, 2, 3 step the optimizer, and rank 1 calls the model"),
     ("cleared", ULYSSES, "cleared gradients", "every gradient is gone or 0"),
     ("cleared to 0", SHARDED, "cleared gradients", "every gradient is gone or 0"),
@@ -300,6 +325,12 @@ LONG |= {
     "added up in a closure",
 }
 LONG |= {"cleared to 0", "no rate"}
+LONG |= {
+    "moved, not divided",
+    "moved, added up after the mean",
+    "moved, one left out",
+    "moved, noise of the step",
+}
 # For every third name that a mistake is given, the first one that is named so.
 FIRST = [*{name: wrong for wrong, _plan, name, _text in reversed(MISTAKES) if wrong not in LONG}.values()][
     ::3
@@ -338,11 +369,22 @@ RIGHT = [
 ]
 RIGHT += ["compiled", "all skip a loss", "one timestep", "warm-up from 0"]
 RIGHT += ["static graph", "clipped by value", "divided after"]
+RIGHT += [
+    "all skip a step of one noise",
+    "moved",
+    "moved, divided after",
+    "moved, averaged",
+    "moved, averaged, divided after",
+]
 
 
 @pytest.mark.parametrize("right", some(RIGHT))
 def test_loops_that_go_other_ways_are_let_alone(ranks, right):
     assert ranks(4, checked, ULYSSES, right) == [((), "")] * 4
+
+
+def test_shards_that_are_moved_are_let_alone(ranks):
+    assert ranks(4, checked, SHARDED, "moved") == [((), "")] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
