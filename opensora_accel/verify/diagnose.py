@@ -43,6 +43,7 @@ from opensora_accel.verify.fit import (
 )
 from opensora_accel.verify.results import MeshResult, Results, wrong_shapes
 from opensora_accel.verify.side_effects import expected_after_clipping
+from opensora_accel.verify.ties import find_untied
 
 # Errors below it are what fp32 leaves.
 _FP32 = 1e-5
@@ -94,7 +95,11 @@ def diagnose(
         # Where the model or the data are others, factors would explain nothing.
         consequence = results.cause(causes.Consequence, wrong_shapes(results.wrong), over=())
         return [*failed, *unlike, consequence, *refused, *beside]
-    gradients = [*_one_sided_gradients(results), *_wrong_gradients(results, fits, origin, shares)]
+    gradients = [
+        *find_untied(results),
+        *_one_sided_gradients(results),
+        *_wrong_gradients(results, fits, origin, shares),
+    ]
     returned = _wrong_results(results, is_input=False)
     return [
         *failed,
@@ -114,7 +119,11 @@ def diagnose_gradients(results: Results) -> list[Cause]:
     """What is wrong with gradients, or with what the model was given, where nothing else was observed."""
     fits = fit_gradients(results)
     unlike = find_unlike_starts(results, fits, None)
-    gradients = [*_one_sided_gradients(results), *_wrong_gradients(results, fits, None, None)]
+    gradients = [
+        *find_untied(results),
+        *_one_sided_gradients(results),
+        *_wrong_gradients(results, fits, None, None),
+    ]
     return unlike or gradients or _wrong_clips(results)
 
 
@@ -129,6 +138,7 @@ def find_unlike_starts(results: Results, fits: GradientFits, origin: Origin | No
     output is wrong was given the right inputs.
     """
     weights = _wrong_weights(results) if results.wrong else []
+    weights += [each for each in find_untied(results) if each.starts_apart]
     inputs = _wrong_inputs(results) if fits.unexplained else []
     return [*weights, *(inputs if origin is None or not origin.are_inputs_right else [])]
 

@@ -25,6 +25,7 @@ from opensora_accel.verify.diagnose import diagnose_gradients
 from opensora_accel.verify.fit import TOLERANCE, magnitude, relative_error
 from opensora_accel.verify.observation import Observation
 from opensora_accel.verify.results import Expected, MeshResult, Results, wrong_shapes
+from opensora_accel.verify.ties import find_untied
 
 # To which settings and norms of states are the same.
 _SAME = 1e-6
@@ -258,7 +259,12 @@ def _wrong_in(number: int, meshes: Sequence[MeshResult], before: Results, after:
     if number and not found:
         found = _not_cleared(before, meshes, number)
         found = found or [InLaterStep.of(each, number + 1) for each in diagnose_gradients(before)]
-    return found or _left_out(before) or _wrong_update(before, after, number + 1)
+    return (
+        found
+        or [*find_untied(after, number + 1)]
+        or _left_out(before)
+        or _wrong_update(before, after, number + 1)
+    )
 
 
 def _other_numbers(results: Results) -> list[Cause]:

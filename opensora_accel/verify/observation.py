@@ -59,6 +59,9 @@ class Observation:
     # of parameters that the loss reaches and the model does not have.
     backward_order: dict[str, None] = field(default_factory=dict)
     outside: list[str] = field(default_factory=list)
+    # Further names of parameters that have several, with their first ones; on ranks the lines at which they came apart.
+    tied: dict[str, str] = field(default_factory=dict)
+    untied_at: dict[str, str] = field(default_factory=dict)
     # Parameters that an optimizer steps and the model no longer has.
     stale: list[str] = field(default_factory=list)
     # Default generators that the step drew from and did not seed itself.

@@ -92,6 +92,54 @@ class Expected:
 
 
 @dataclass(frozen=True)
+class TornPair:
+    """Two tensors of ranks that are one on the single device (`ties`)."""
+
+    expected: Tensor
+    of_first: Sequence[Tensor]  # of every rank that has one
+    of_other: Sequence[Tensor]
+    floor: float
+
+    @property
+    def is_right(self) -> bool:
+        """Whether both have what one device has."""
+        return all(self._is_right(each) for each in (*self.of_first, *self.of_other))
+
+    def _is_right(self, found: Tensor) -> bool:
+        return (
+            found.shape == self.expected.shape
+            and relative_error(found, self.expected, self.floor) <= TOLERANCE
+        )
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether both are right, or at least wrong alike, which has another cause."""
+        pairs = zip(self.of_first, self.of_other, strict=False)
+        are_alike = len(self.of_first) == len(self.of_other) and all(
+            one.shape == other.shape and relative_error(one, other, self.floor) <= TOLERANCE
+            for one, other in pairs
+        )
+        return self.is_right or are_alike
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether on all ranks what both have adds up to what one device has."""
+        pairs = zip(self.of_first, self.of_other, strict=False)
+        return len(self.of_first) == len(self.of_other) and all(
+            one.shape == other.shape and self._is_right(one + other) for one, other in pairs
+        )
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """The largest norm of each, beside that of what one device has."""
+        size = self.expected.norm().item() or 1.0
+        first, other = (
+            max((g.norm().item() for g in each), default=0.0) for each in (self.of_first, self.of_other)
+        )
+        return first / size, other / size
+
+
+@dataclass(frozen=True)
 class MeshResult:
     """One mesh. `observations` are in rank order, and empty where a rank failed (`errors` by rank)."""
 
@@ -151,11 +199,32 @@ class MeshResult:
             candidates.append(found)
         return min(candidates, key=lambda samples: sum(not each.is_right for each in samples.values()))
 
+    @cached_property
+    def untied(self) -> dict[str, TornPair]:
+        """Further names of a parameter of one device's that some rank has as a parameter of its own."""
+        pairs = {}
+        for other, first in self.expected.first.tied.items():
+            expected = self.expected.gradients.get(first)
+            of = {
+                n: [g for each in self.observations if (g := each.gradients.get(n)) is not None]
+                for n in (first, other)
+            }
+            # What is apart and has no gradient may be kept equal by hand.
+            if (
+                expected is not None
+                and of[other]
+                and any(other in each.trained for each in self.observations)
+            ):
+                pairs[other] = TornPair(expected, of[first], of[other], self.expected.floor_of(first))
+        return pairs
+
     def one_sided(self) -> dict[str, Side]:
         """Parameters that have a gradient on one side only, with the ranks that have one."""
         sides: dict[str, Side] = {}
         everywhere = [self.expected.gradients, *(each.gradients for each in self.observations)]
         for name in dict.fromkeys(name for gradients in everywhere for name in gradients):
+            if name in self.untied:
+                continue
             own = [each.gradients.get(name) for each in self.observations]
             has = [gradient is not None for gradient in own]
             if self.expected.gradients.get(name) is None:
@@ -277,8 +346,18 @@ class Results:
 
     @cached_property
     def wrong(self) -> dict[str, list[Samples]]:
-        """Parameters that are wrong on some mesh, with their samples on all meshes."""
-        return self.wrong_of(MeshResult.parameters)
+        """Parameters that are wrong on some mesh, with their samples on all meshes, but where they are torn in two."""
+        torn = {
+            (mesh.shape, mesh.expected.first.tied[name])
+            for mesh in self.ran
+            for name, pair in mesh.untied.items()
+            if not pair.is_kept
+        }
+        wrong = {
+            name: [each for each in samples if (each.shape, name) not in torn]
+            for name, samples in self.wrong_of(MeshResult.parameters).items()
+        }
+        return {name: each for name, each in wrong.items() if not all(s.is_right for s in each)}
 
     def wrong_of(self, read: Callable[[MeshResult], Mapping[str, Samples]]) -> dict[str, list[Samples]]:
         """The same for any other quantity that `read` finds on a mesh."""
@@ -293,7 +372,7 @@ class Results:
         return mesh.scalars({name for name in names if all(each.are_parts(name) for each in self.ran)})
 
     def is_right(self, mesh: MeshResult) -> bool:
-        if mesh.errors or mesh.one_sided():
+        if mesh.errors or mesh.one_sided() or not all(each.is_right for each in mesh.untied.values()):
             return False
         compared = [mesh.parameters(), mesh.inputs(), self.scalars(mesh)]
         return all(each.is_right for samples in compared for each in samples.values())

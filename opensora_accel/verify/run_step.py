@@ -57,6 +57,7 @@ from opensora_accel.verify.side_effects import (
     reached_parameters,
     seed_generators,
 )
+from opensora_accel.verify.ties import TieProbe
 from opensora_accel.wrapping import StepArguments, when_gradients_are_there
 
 
@@ -288,7 +289,11 @@ class Observer:
             return
         self._previous = self._current if self._is_followed else None
         self._current = Observation(
-            weights=first.weights, values=first.values, backward_order=first.backward_order
+            weights=first.weights,
+            values=first.values,
+            backward_order=first.backward_order,
+            tied=first.tied,
+            untied_at=first.untied_at,
         )
         if first.num_steps < self._most:
             first.later.append(self._current)
@@ -458,8 +463,9 @@ def observe(
             through.
     """
     drawn = DrawProbe()
-    probes = [*probes, drawn] if is_traced else probes
+    probes = [*probes, drawn] if is_traced else [*probes]
     observer = Observer(run, output_weight, is_traced, probes, rounding, replay)
+    probes.append(TieProbe(observer.observation))
     observation, run = observer.observation, dataclasses.replace(run, watch=observer.watch)
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

@@ -277,6 +277,6 @@ BUGS = [
     ),
     Bug(
         "verl-project/verl", 7835, 2026, untied_when_materialised, "both weights are right when training starts",
-        "missing gradient", ("data",), model_fn=Tied,
+        "untied", ("data",), model_fn=Tied,
     ),
 ]  # fmt: skip
