@@ -53,6 +53,7 @@ from opensora_accel.verify.diagnose import (
 from opensora_accel.verify.draws import find_draws
 from opensora_accel.verify.in_bf16 import FailsInBf16, InBf16, look_in_bf16
 from opensora_accel.verify.iterations import MeanGradients, Replay
+from opensora_accel.verify.later_in_bf16 import look_in_later_steps
 from opensora_accel.verify.later_steps import Followed, follow
 from opensora_accel.verify.loads import check_loads
 from opensora_accel.verify.observation import Observation, Probe
@@ -295,7 +296,8 @@ def _in_bf16(report: Report, runner: _Runner, say: Say) -> Report:
         found = InBf16(reason="not looked at, as the step builds its model itself; give a model_fn")
     else:
         try:
-            found = look_in_bf16(report.all_results, runner, lambda what: say(what, total, total))
+            asked = report.all_results, runner, lambda what: say(what, total, total)
+            found = look_in_later_steps(look_in_bf16(*asked), *asked)
         except RankError as error:
             last = error.errors[min(error.errors)].strip().splitlines()[-1]
             found = InBf16(causes=(FailsInBf16(Where(), message=last),))

@@ -24,7 +24,7 @@ NUM_RUNS = 3
 # on, since of few numbers the error itself is known badly. Less is told of many numbers alone: what modules are given
 # and give. From the second on ranks round more if they are off further the more of them there are, by the factor
 # behind it; from the third on, if their code casts to half precision where one device's does not.
-_TWICE, _CHANCE = 2.0, 3.0
+TWICE, CHANCE = 2.0, 3.0
 _GROWING, _GROWTH, _CASTING = 1.4, 1.1, 1.25
 _ENOUGH = 500
 # What one device has in fp32 is off by less than the first. Ranks may have it in bf16, as it may be cast a module
@@ -163,20 +163,24 @@ class InBf16:
     ratios: Mapping[str, float] = field(default_factory=dict)  # by mesh: the median over parameters
     causes: tuple[Cause, ...] = ()
     reason: str = ""  # why it was not looked at
+    num_steps: int = (
+        1  # of the optimizer, in which one device's gradients are off by no more than rounding explains
+    )
 
     def __str__(self) -> str:
         if self.reason:
             return f"in bf16: {self.reason}"
         meshes = ", ".join(f"{mesh}: {ratio:.2f} of that" for mesh, ratio in self.ratios.items())
         beside = ", and more than that as told below" if self.causes else ""
+        if self.num_steps > 1:
+            beside += f"; in each of {self.num_steps} steps by what rounding explains"
         return f"in bf16 one device is off by {self.error:.2%} of a gradient; {meshes}{beside}"
 
 
 def look_in_bf16(results: Results, runner: Runner, say: Callable[[str], None]) -> InBf16:
     """Runs the step in fp64 and in bf16 from several sets of weights, on one device and on every mesh."""
     shapes = [mesh.shape for mesh in results.ran]
-    # A step with autocast of its own is run as it is.
-    wraps = not any(cast.startswith("autocast") for turn in results.expected.turns for cast in turn.lifted)
+    wraps = autocast_wraps(results)
     floor = NEGLIGIBLE * largest(results.expected.gradients.values())
     names = [
         n for n, g in results.expected.gradients.items() if g is not None and float(g.abs().max()) > floor
@@ -201,22 +205,27 @@ def look_in_bf16(results: Results, runner: Runner, say: Callable[[str], None]) -
             _add_gradients_of_ranks(of_mesh[shape], shape, exact_of[size], found, right[size])
             of_mesh[shape].add_calls(found, exact)
     lost = [name for name in names if any(errors["gradient", name] > _LOST for errors in of_one.values())]
-    ratios = {shape: _ratios(of_mesh[shape], of_one[shape.data_size]) for shape in shapes}
+    beside = {shape: ratios(of_mesh[shape], of_one[shape.data_size]) for shape in shapes}
     causes: list[Cause] = []
     casts = _casts_of_ranks(results)
     if lost:
         causes.append(results.cause(LostInBf16, {name: shapes for name in lost}, over=()))
     else:
-        causes += _more(results, shapes, ratios, of_one[shapes[0].data_size].number, casts)
+        causes += _more(results, shapes, beside, of_one[shapes[0].data_size].number, casts)
     if casts and not causes:
         say("in fp32, where ranks alone cast")
         causes += _rounded_on_the_way(results, shapes, runner, names, casts)
     errors = next(iter(of_one.values()))
     return InBf16(
         statistics.median(errors["gradient", name] for name in names),
-        {str(shape): _typical(ratios[shape]) for shape in shapes},
+        {str(shape): _typical(beside[shape]) for shape in shapes},
         tuple(causes),
     )
+
+
+def autocast_wraps(results: Results) -> bool:
+    """Whether autocast is to stand around the step; one with autocast of its own is run as it is."""
+    return not any(cast.startswith("autocast") for turn in results.expected.turns for cast in turn.lifted)
 
 
 def _mean(turns: Sequence[Observation], names: Sequence[str]) -> dict[str, Tensor | None]:
@@ -250,7 +259,8 @@ def _add_gradients_of_ranks(
             _add_gradients(errors, {name: own}, {name: gradient})
 
 
-def _ratios(of_ranks: Errors, of_one: Errors) -> dict[Key, float]:
+def ratios(of_ranks: Errors, of_one: Errors) -> dict[Key, float]:
+    """The errors of ranks in those of one device, or the other way in those that rounding explains."""
     of_both = set(of_one)
     both = [key for key in of_ranks if key in of_both]
     scales = {key: of_one[key] if of_one[key] > _IN_FP32 else _ROUNDED_ONCE for key in both}
@@ -273,7 +283,7 @@ def _more(
     for key in dict.fromkeys(key for shape in shapes for key in ratios[shape]):
         by_shape = {shape: ratios[shape][key] for shape in shapes if key in ratios[shape]}
         most = max(by_shape.values())
-        is_twice = most >= _TWICE * (1 + _CHANCE / math.sqrt(number(key)))
+        is_twice = most >= TWICE * (1 + CHANCE / math.sqrt(number(key)))
         are_many = key[0] != "gradient" and number(key) >= _ENOUGH
         is_growing = most >= _GROWING and _grows(by_shape)
         if is_twice or (are_many and (is_growing or (bool(casts) and most >= _CASTING))):

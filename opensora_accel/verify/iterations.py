@@ -82,11 +82,25 @@ class Replay:
         most: how many iterations are kept at most.
         means: on one device, what stands in the place of its own gradients, by iteration.
         is_noisy: whether these are moved by rounding errors.
+        weights: by turn, what parameters become after each step of the optimizer, the last of them also later.
+        starts_there: whether they have the first of these from the begin.
     """
 
     most: int = MOST_STEPS
     means: tuple[MeanGradients, ...] = ()
     is_noisy: bool = False
+    weights: tuple[tuple[Mapping[str, Tensor], ...], ...] = ()
+    starts_there: bool = False
+
+    @torch.no_grad()
+    def put_weights(self, model: nn.Module, turn: int, num_steps: int) -> None:
+        """Gives parameters the values that are meant for them after so many steps."""
+        if not self.weights or (not num_steps and not self.starts_there):
+            return
+        values = self.weights[turn]
+        now = values[min(max(num_steps - 1, 0), len(values) - 1)]
+        for name, parameter in named_parameters(model):
+            parameter.copy_(now[name])
 
     def exchange(self, model: nn.Module, turn: int, iteration: int, backward: int) -> Gradients | None:
         """Exchanges what backward has left in `.grad`; where nothing is to be exchanged, returns it."""

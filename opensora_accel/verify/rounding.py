@@ -88,12 +88,11 @@ class _DrawInDouble(TorchDispatchMode):
 @contextlib.contextmanager
 def as_in_training(rounding: Rounding) -> Iterator[None]:
     """Within it the step rounds as it would in training."""
-    # Without a cache, which would outlive the step's own regions.
-    enabled = rounding.wraps and not rounding.in_fp32
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=enabled, cache_enabled=False)
     with contextlib.ExitStack() as around:
         around.enter_context(_DrawInDouble())
-        around.enter_context(autocast)
+        if rounding.wraps and not rounding.in_fp32:
+            # Without a cache, which would live on from one forward to the next. Regions of the step's own have theirs.
+            around.enter_context(torch.autocast("cpu", torch.bfloat16, cache_enabled=False))
         if rounding.in_fp32:
             init: Any = torch.autocast.__init__
 

@@ -142,6 +142,7 @@ class Observer:
         self._original = {id(parameter): (name, parameter) for name, parameter in named_parameters(model)}
         if self._replay is not None:
             self._most = min(self._replay.most, most_steps_of(self._original))
+            self._replay.put_weights(model, self._run.data_rank, 0)
         # Hooks on the model itself: what the step wraps it in calls it in the end.
         self._hooks.callback(model.register_forward_pre_hook(self._see_inputs, with_kwargs=True).remove)
         if self._output_weight is not None:
@@ -277,6 +278,8 @@ class Observer:
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._stepping and self._stepping[-1] == id(optimizer):
             self._stepping.pop()
+            if self._replay is not None and self._model is not None:
+                self._replay.put_weights(self._model, self._run.data_rank, self.observation.num_steps)
 
     @property
     def _is_followed(self) -> bool:
