@@ -6,7 +6,8 @@ Two data ranks that shuffle ten samples, an epoch each:
     rank 0    3 7 1 9 4        rank 1    3 7 1 9 4        one order for both: half of the samples are never seen
     rank 0    3 7 1 9 4        rank 0    3 7 1 9 4        its second epoch is its first: nobody called set_epoch
 
-What a loop loads for itself, or from an iterable dataset, has no indices here.
+What a loop loads for itself, or from an iterable dataset, has no indices here. Loaders with worker processes load in
+the process that asks them: in the same order, but for what the dataset draws.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
 
-from opensora_accel.observe import MeshShape
+from opensora_accel.observe import MeshShape, find_call_site
 from opensora_accel.verify.causes import Cause, list_names
 from opensora_accel.wrapping import replaced
 
@@ -54,6 +55,33 @@ class Pass:
     def unpadded(self) -> set[int]:
         """Without the last batch of an epoch, which may be filled up with samples that others have."""
         return {sample for batch in self.batches[: -1 if self.is_over else None] for sample in batch}
+
+
+@contextmanager
+def without_workers(notes: list[str]) -> Iterator[None]:
+    """Within it a DataLoader with worker processes loads by itself, which `notes` say once of each line."""
+    iterate: Any = DataLoader.__iter__
+
+    def in_process(loader: Any) -> Any:
+        if loader.num_workers == 0:
+            return iterate(loader)
+        note = (
+            f"the DataLoader at {find_call_site().caller} ran without its worker processes: its samples are those of "
+            "the same indices, and what its dataset draws comes from the generators of the step"
+        )
+        note += ", without worker_init_fn" if loader.worker_init_fn is not None else ""
+        if note not in notes:
+            notes.append(note)
+        kept = {name: getattr(loader, name) for name in ("num_workers", "timeout")}
+        try:
+            loader.num_workers = loader.timeout = 0
+            return _SingleProcessDataLoaderIter(loader)
+        finally:
+            for name, value in kept.items():
+                setattr(loader, name, value)
+
+    with replaced(DataLoader, "__iter__", in_process):
+        yield
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from opensora_accel.observe import (
 )
 from opensora_accel.verify.draws import DrawProbe
 from opensora_accel.verify.iterations import CannotReplay, Replay, after_each_backward, most_steps_of
-from opensora_accel.verify.loads import is_training, watch_loads
+from opensora_accel.verify.loads import is_training, watch_loads, without_workers
 from opensora_accel.verify.observation import Observation, Probe, numbers_of
 from opensora_accel.verify.parameters import (
     FlatParameters,
@@ -102,6 +102,7 @@ class Observer:
             hooks.enter_context(before_clipping(self._before_clipping))
             loads = watch_loads(self.observation.loads, lambda: is_training(self._model, self._was_training))
             hooks.enter_context(loads)
+            hooks.enter_context(without_workers(self.observation.notes))
             self._fsdp1_modules = hooks.enter_context(fsdp1_modules())
             reached: dict[int, nn.Parameter] = {}
             if self._run.is_reference:
@@ -162,6 +163,9 @@ class Observer:
                     self._hooks.callback(hook.remove)
 
     def _note_call(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        # After the first optimizer step rounding has made other weights of them.
+        if self._current is not self.observation:
+            return
         # It is recomputed within backward, of a copy, or stands for several calls at once.
         if torch._C._current_graph_task_id() != -1 or module not in self._modules or is_transformed():
             return

@@ -54,6 +54,20 @@ def with_adam(model, run):
     return _trained(model, run, nullcontext(), autocast, optimizer=torch.optim.AdamW, lr=1e-2)
 
 
+class Signs(torch.optim.SGD):
+    """Rounding errors turn some of its steps about."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.copy_(parameter.grad.sign())
+        return super().step(closure)
+
+
+def by_signs(model, run):
+    return _trained(model, run, nullcontext(), autocast, optimizer=Signs, lr=0.3)
+
+
 def _trained(model, run, around, inside, after_step=lambda: None, optimizer=torch.optim.SGD, lr=0.1):
     forward, losses = averaged(model, run), {}
     steps = optimizer(model.parameters(), lr=lr)
@@ -119,6 +133,7 @@ RIGHT = {
     "autocast by the tool": around_nothing,
     "a cache that is cleared": around_all_steps_cleared,
     "AdamW": with_adam,
+    "signs": by_signs,
     "an average as a teacher": beside_an_average,
     "a copy that is written": with_a_copy,
 }

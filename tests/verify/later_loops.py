@@ -376,6 +376,18 @@ def loads_with_replacement(model, run):
     load(model, run, sampler=sampler, each=lambda *_: None)
 
 
+def loads_by_workers(model, run):
+    load(model, run, num_workers=2, persistent_workers=True, prefetch_factor=4, timeout=60)
+
+
+def loads_by_workers_in_one_order(model, run):
+    load(model, run, each=lambda *_: None, num_workers=2, worker_init_fn=seed_worker)
+
+
+def seed_worker(number):
+    raise AssertionError(f"worker {number} runs")
+
+
 def never_sets_the_epoch(model, run):
     load(model, run, each=lambda *_: None)
 

@@ -119,6 +119,7 @@ GOOD_LOADS = {
     "dealt": (later_loops.loads, SEQUENCE),
     "filled up": (later_loops.loads_what_does_not_divide, DATA),
     "dropped": (later_loops.loads_and_drops, DATA),
+    "by workers": (later_loops.loads_by_workers, SEQUENCE),
     "with replacement": (later_loops.loads_with_replacement, DATA),
 }
 BAD_LOADS = {
@@ -127,6 +128,9 @@ BAD_LOADS = {
     ),
     "by the global rank": (
         later_loops.loads_by_the_global_rank, SEQUENCE, "ranks that share a sample load different ones over sequence",
+    ),
+    "by workers, an epoch twice": (
+        later_loops.loads_by_workers_in_one_order, DATA, "epoch 2 has the order of the one before again over data",
     ),
     "no sampler": (later_loops.shuffles_by_itself, DATA, "data ranks load the same samples over data: in epoch 1"),
     "too many replicas": (later_loops.deals_to_too_many, DATA, "no rank loads 6 of 12 samples in epoch 1 over data"),
@@ -138,6 +142,21 @@ def test_samples_that_are_dealt_once_are_let_alone(ranks, step, meshes):
     report = verify(step, Small, meshes, pool=ranks)
     assert report.ok, report
     assert all(seen.loads for result in report.results for seen in result.observations)
+
+
+@pytest.mark.parametrize(
+    ("step", "notes"),
+    [
+        (later_loops.loads, []),
+        (later_loops.loads_by_workers, ["what its dataset draws comes from the generators of the step"]),
+        (later_loops.loads_by_workers_in_one_order, ["generators of the step, without worker_init_fn"]),
+    ],
+)
+def test_loaders_that_ran_without_their_workers_are_noted(ranks, step, notes):
+    found = [note for note in verify(step, Small, [{"data": 2}], pool=ranks).notes if "DataLoader" in note]
+    assert len(found) == len(notes)
+    for note, end in zip(found, notes, strict=True):
+        assert note.startswith("the DataLoader at tests/verify/later_loops.py:") and note.endswith(end)
 
 
 @pytest.mark.parametrize(
