@@ -51,9 +51,10 @@ def summary() -> str:
     found = [bug for bug in BUGS if bug.name not in NOT_FOUND_YET]
     by = collections.Counter(bug.tool for bug in found)
     tools = [f"{by[tool]} by {word}" for tool, word in _TOOLS.items() if by[tool]]
+    left = f"{len(NOT_FOUND_YET)} {'is' if len(NOT_FOUND_YET) == 1 else 'are'} not found yet"
     return (
         f"{len(BUGS)} pairs. {len(found)} bugs are found, {', '.join(tools)}; {len(found) - len(NAMED_OTHERWISE)} of "
-        f"these are named right by the first finding. {len(NOT_FOUND_YET)} are not found yet. No right twin is called "
+        f"these are named right by the first finding. {left}. No right twin is called "
         "wrong."
     )
 

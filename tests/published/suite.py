@@ -7,7 +7,6 @@ from tests.published import collectives, draws, kernels, precision, scales, stat
 BUGS = [*scales.BUGS, *collectives.BUGS, *kernels.BUGS, *precision.BUGS, *draws.BUGS, *state.BUGS]
 
 NOT_FOUND_YET = {
-    "Flow-Factory #186": "its first step is right, and casts are lifted from the others",
     "diffusers #1868": "one device computes the same",
 }
 """By the bug's name, with the reason. A test fails when one of these is found: it then leaves this table."""
