@@ -22,6 +22,8 @@ from opensora_accel.planner.trace import Trace
 from opensora_accel.planner.workload import Workload
 
 GIB = 2**30
+# No simulation tells plans apart that are within this factor of each other.
+_TIED = 1.01
 # Bytes of optimizer state for each parameter: two moments, the low-bit ones with a scale for every 256 (4bit: 128).
 # Muon has one of the blocks' matrices and two of the rest: 4.03 to 4.24 of all models of the trainer but SANA-Video,
 # whose feed-forwards are convolutions, and which has 6.3. Prodigy has two moments, a sum of gradients and the first
@@ -196,6 +198,19 @@ class Outcome:
     # Rules that exclude, with how many sets of degrees each took.
     excluded: Mapping[str, int]
     seconds: float
+    # Plans that were not traced and may be faster than the best, as far as estimates have been off, by at most `gain` of
+    # its time.
+    may_win: tuple[Plan, ...] = ()
+    gain: float = 0.0
+
+    @property
+    def ties(self) -> tuple[Candidate, ...]:
+        """Traced plans that are within a hundredth of the best, and it."""
+        best = self.best
+        if best is None:
+            return ()
+        fit = (each for each in self.candidates if each.fits and each.is_traced)
+        return tuple(each for each in fit if each.seconds_per_sample <= _TIED * best.seconds_per_sample)
 
     @property
     def best(self) -> Candidate | None:

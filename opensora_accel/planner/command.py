@@ -435,6 +435,13 @@ def _print(outcome: Outcome, explanation: Explanation | None, top: int) -> None:
         f"{len(outcome.candidates)} plans, {fitting} fit, {traced} traced, in {outcome.seconds:.0f} s; a GPU has "
         f"{request.hardware.memory_bytes / GIB:.1f} GiB"
     )
+    if len(outcome.ties) > 1:
+        print(f"as fast to 1 %: {'; '.join(describe(each.plan) for each in outcome.ties)}")
+    if outcome.may_win:
+        print(
+            f"not traced: {len(outcome.may_win)} plans that may be up to {outcome.gain:.0%} faster by estimate, as "
+            f"{describe(outcome.may_win[0])}; --seconds N gives more time to trace them"
+        )
     for rule, times in outcome.excluded.items():
         print(f"excluded: {rule} ({times} sets of degrees)")
     if explanation is not None:

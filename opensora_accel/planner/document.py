@@ -28,6 +28,9 @@ def document_of(
         "timeline": _lanes(shown) if shown else None,
         "memory": _samples(shown) if shown else None,
         "excluded": dict(outcome.excluded),
+        "may_win": [describe(plan) for plan in outcome.may_win],
+        "gain": outcome.gain,
+        "ties": [describe(each.plan) for each in outcome.ties],
         "candidates": [{"text": describe(each.plan), **each.to_dict()} for each in outcome.candidates],
         "sources": {
             **request.hardware.sources,

@@ -230,6 +230,54 @@ def test_microbatches_take_as_often_and_the_optimizer_once():
     assert 3 * one.expected_s < four.expected_s < 4 * one.expected_s and four.samples == 4 * one.samples
 
 
+# ---- when it ends
+
+
+def exhaustive(asked):
+    """The best of all that fit, each traced."""
+    all_of = [exact(asked, plan, passes) for plan, passes in candidates(asked, Counter())]
+    return min(each.seconds_per_sample for each in all_of if each.fits)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        request(8),
+        request(8, workload=StandInWorkload(channels=256, num_tokens=65536)),
+        request(8, small(1.6)),
+        request(16, global_batch=4),
+    ],
+    ids=["plain", "long", "little memory", "few samples"],
+)
+def test_what_is_chosen_is_the_best_of_all_that_there_are(asked):
+    outcome = search(asked, budget_s=float("inf"))
+    assert outcome.best.seconds_per_sample <= 1.01 * exhaustive(asked)
+    assert outcome.may_win == () and outcome.best in outcome.ties
+
+
+def test_without_time_it_says_what_may_win(capsys):
+    outcome = search(request(16), budget_s=0)
+    assert sum(each.is_traced for each in outcome.candidates) == search_module.FEWEST
+    assert outcome.may_win and 0 < outcome.gain < 0.5
+    assert not {each.plan for each in outcome.candidates if each.is_traced} & {*outcome.may_win}
+    full = search(request(16), budget_s=float("inf"))
+    assert full.best.seconds_per_sample <= outcome.best.seconds_per_sample
+
+
+def test_a_kind_of_plan_that_is_estimated_too_slow_is_traced_where_others_were_as_well(monkeypatch):
+    """Plans with Ulysses take a tenth less than is estimated of them, and the others what is estimated."""
+    right = estimate.Estimator.seconds_by_kind
+
+    def seconds_by_kind(self, plan, *passes):
+        factor = 1.1 if plan.ulysses > 1 else 1.0
+        return {kind: factor * each for kind, each in right(self, plan, *passes).items()}
+
+    monkeypatch.setattr(estimate.Estimator, "seconds_by_kind", seconds_by_kind)
+    asked = request(8)
+    outcome = search(asked, budget_s=float("inf"))
+    assert outcome.best.seconds_per_sample <= 1.01 * exhaustive(asked)
+
+
 # ---- estimates
 
 
