@@ -134,7 +134,7 @@ def xdit_hunyuan() -> list[dict[str, Any]]:
     return [
         _seconds(
             f"xDiT, HunyuanVideo, 129 × {height} × {width}, 50 steps, {ranks} H100", seconds,
-            trace_step(_sampled_model("hunyuan-video", 129, height, width, 1), Plan(ulysses=ranks)), H100, 50,
+            trace_step(_sampled_model("hunyuan-video", 129, height, width, 1, H100), Plan(ulysses=ranks)), H100, 50,
         )
         for (height, width), rows in published.items()
         for ranks, seconds in rows.items()
@@ -158,20 +158,24 @@ def xdit_cogvideox() -> list[dict[str, Any]]:
     }
     return [
         _seconds(
-            f"xDiT, {name}, a step, {way}", seconds, trace_step(_sampled_model(name, 49, 480, 720, batch), plan), A100
+            f"xDiT, {name}, a step, {way}", seconds,
+            trace_step(_sampled_model(name, 49, 480, 720, batch, A100), plan), A100,
         )
         for name, rows in published.items()
         for (way, (plan, batch)), seconds in zip(ways.items(), rows, strict=True)
     ]  # fmt: skip
 
 
-def _sampled_model(name: str, frames: int, height: int, width: int, batch: int) -> Workload:
+def _sampled_model(
+    name: str, frames: int, height: int, width: int, batch: int, hardware: Hardware
+) -> Workload:
     """A forward pass of a published model in bf16."""
     trained = named_workload(name, frames=frames, height=height, width=width, batch=batch)
     published = MODELS[name]
     clip = published.clip(frames, height, width, batch, published.text_tokens)
     return dataclasses.replace(
         trained,
+        architecture=hardware.architecture,
         model_fn=lambda: published.build().bfloat16(),
         prepare=_sampling(lambda model: published.inputs(clip, model, torch.bfloat16)),
     )
