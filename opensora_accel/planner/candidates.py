@@ -198,8 +198,8 @@ class Outcome:
     # Rules that exclude, with how many sets of degrees each took.
     excluded: Mapping[str, int]
     seconds: float
-    # Plans that were not traced and may be faster than the best, as far as estimates have been off, by at most `gain` of
-    # its time.
+    # Plans that were not traced and may be faster than the best, as far as estimates have been off, by at most
+    # `gain` of its time.
     may_win: tuple[Plan, ...] = ()
     gain: float = 0.0
 
