@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -110,7 +111,6 @@ def operators_of_cuda(name: str) -> Iterator[None]:
                 (torch.version, "cuda", None if architecture.is_amd else _CUDA),
                 (torch.version, "hip", "7.0" if architecture.is_amd else None),
                 (FakeFloats, "corrections", {_aten.native_layer_norm.default: _with_wide_statistics}),
-                (_foreach_utils, "_get_foreach_kernels_supported_devices", lambda: ["cuda", "cpu"]),
                 (_foreach_utils, "_foreach_supported_types", [Tensor, torch.nn.Parameter, FakeTensor]),
             ):
                 entered.enter_context(replaced(owner, attribute, value))
@@ -219,7 +219,8 @@ class Attention:
     @property
     def _prefers_cudnn(self) -> bool:
         """`check_prefer_cudnn_attention`, of a build for CUDA 13."""
-        return self._architecture.major in (9, 10) and not self._architecture.is_amd
+        is_preferred = self._architecture.major in (9, 10) and not self._architecture.is_amd
+        return is_preferred and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
 
     def _cudnn_takes(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, enable_gqa: bool) -> bool:
         """`can_use_cudnn_attention`. Heads of up to 256 numbers need cuDNN 9.22, which no wheel is known to bring."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from opensora_accel.links import one_level_s, sent_bytes
@@ -98,7 +98,7 @@ def kernel_s(operation: Operation, hardware: Hardware) -> float:
     if operation.kind == "gemm":
         batch, m, n, k = operation.shape if len(operation.shape) == 4 else (1, 1.0, 1.0, 1.0)
         sizes = {"flops": operation.flops / max(1, batch), "m": m, "n": n, "k": k}
-        classes = ["gemm"]
+        classes: tuple[str, ...] = ("gemm",)
     else:
         _batch, heads, queries, keys, head_dim = (
             operation.shape if len(operation.shape) == 5 else (1, 1, 1, 1, 1)
@@ -110,13 +110,21 @@ def kernel_s(operation: Operation, hardware: Hardware) -> float:
             "keys": keys,
             "head_dim": head_dim,
         }
-        classes = ["attention backward", "attention"] if "backward" in operation.name else ["attention"]
+        classes = _attention_classes(operation.name)
     share = hardware.efficiency(*classes).at(sizes)
     computed_s = (
         operation.flops / (hardware.peak(operation.dtype) * share) * hardware.slowness[operation.kind]
     )
     # A point that was measured by its shape has its traffic in it.
     return computed_s if hardware.cores else max(computed_s, moved_s)
+
+
+@cache
+def _attention_classes(name: str) -> tuple[str, ...]:
+    """`attention cudnn backward` before `attention backward`, and that before `attention`."""
+    kernel = next((f" {each}" for each in ("cudnn", "flash", "efficient") if f"{each}_attention" in name), "")
+    phases = (" backward", "") if "backward" in name else ("",)
+    return tuple(dict.fromkeys(f"attention{k}{phase}" for phase in phases for k in (kernel, "")))
 
 
 def collective_s(operation: Operation, hardware: Hardware, placement: Placement) -> float:

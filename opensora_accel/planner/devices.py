@@ -25,10 +25,17 @@ _HOST = "assumed: an application moves 0.8 of the data sheet's bandwidth with pa
 _CONTEXT = "assumed: 0.6 GiB of CUDA context and kernels, and cuBLAS' workspace of 32 MiB"
 _BUFFERS = "assumed: 16 channels of 2 × 4 MiB for each communicator (NCCL_BUFFSIZE is 4 MiB)"
 _SLACK = "assumed: 3 % of the live bytes are lost between blocks of PyTorch's caching allocator"
-_FA2 = "FlashAttention-2, arXiv:2307.08691: up to 73 % of the peak forward and 63 % backward on A100; shorter: assumed"
+_FA2 = "FlashAttention-2, arXiv:2307.08691: up to 73 % of the peak forward and 63 % backward on A100"
 _FA_SM90 = (
-    "assumed: between FlashAttention-2 (35 %) and -3 (75 %) on H100, arXiv:2407.08608; backward 0.85 of it"
+    "FlashAttention-3, arXiv:2407.08608, bf16, heads of 128 and 32k tokens on an H100 SXM: cuDNN 617 and 533 TFLOP/s "
+    "forward and backward, FlashAttention-2 (torch's flash) 375 and 335"
 )
+_FA_SM100 = (
+    "assumed: cuDNN as FlashAttention-4 on a B200, 1,300 and 1,130 TFLOP/s; torch's flash, which has no code for its "
+    "tensor cores, as a share of the peak under half of that on an H100"
+)
+_SHORTER = "half of it at 1k tokens and all from 4k on; below: assumed"
+_EFFICIENT = "torch's memory-efficient kernel: assumed two thirds of FlashAttention-2"
 
 
 def _gemm(best: float) -> dict[str, Any]:
@@ -39,8 +46,18 @@ def _gemm(best: float) -> dict[str, Any]:
 
 def _attention(best: float) -> dict[str, Any]:
     """By the queries: short sequences are bound by softmax and by starting."""
-    shares = {64: 0.05, 256: 0.25, 1024: 0.6, 4096: 0.9, 16384: 1.0}
+    shares = {64: 0.05, 256: 0.2, 1024: 0.5, 4096: 1.0}
     return {"by": ["queries"], "points": [[[queries], best * share] for queries, share in shares.items()]}
+
+
+def _attentions(kernels: dict[str, tuple[float, float]]) -> dict[str, Any]:
+    """Forward and backward of each kernel; of any other that of the first."""
+    named = {"": next(iter(kernels.values())), **{f" {kernel}": best for kernel, best in kernels.items()}}
+    return {
+        f"attention{kernel}{phase}": _attention(best[phase != ""])
+        for kernel, best in named.items()
+        for phase in ("", " backward")
+    }
 
 
 def _memory(best: float) -> dict[str, Any]:
@@ -61,7 +78,7 @@ def _gpu(
     node: int,
     node_host_gib: int,
     matmul: float,
-    attention: tuple[float, float],
+    attention: dict[str, tuple[float, float]],
     sheet: str,
     sources: dict[str, str],
 ) -> dict[str, Any]:
@@ -84,8 +101,7 @@ def _gpu(
         "allocator_slack": 0.03,
         "efficiencies": {
             "gemm": _gemm(matmul),
-            "attention": _attention(attention[0]),
-            "attention backward": _attention(attention[1]),
+            **_attentions(attention),
             "memory": _memory(0.85),
         },
         "uncertainties": {
@@ -107,13 +123,17 @@ def _gpu(
             "allocator_slack": _SLACK,
             "uncertainties": "assumed",
             "gemm": _ASSUMED_MATMUL,
-            "attention": _FA_SM90,
+            "attention": f"{_FA_SM90}; {_SHORTER}; {_EFFICIENT}",
             "memory": "assumed",
             **sources,
         },
     }  # fmt: skip
 
 
+# Of the peak forward and backward, by torch's kernel, the one that it prefers first.
+_ON_SM80 = {"flash": (0.73, 0.63), "cudnn": (0.73, 0.63), "efficient": (0.49, 0.42)}
+_ON_SM90 = {"cudnn": (0.624, 0.539), "flash": (0.379, 0.339), "efficient": (0.25, 0.22)}
+_ON_SM100 = {"cudnn": (0.578, 0.502), "flash": (0.17, 0.15), "efficient": (0.11, 0.1)}
 _NVLINK_S, _PCIE_S = 3.4e-6, 5.7e-6
 _H100_PEAKS = {
     "bfloat16": 989.4,
@@ -136,9 +156,9 @@ _FIGURES: dict[str, dict[str, Any]] = {
         node=8,
         node_host_gib=1024,
         matmul=0.859,
-        attention=(0.7, 0.6),
+        attention=_ON_SM80,
         sheet="NVIDIA's data sheet of A100 80GB SXM",
-        sources={"gemm": _MATMUL, "attention": _FA2},
+        sources={"gemm": _MATMUL, "attention": f"{_FA2}; {_SHORTER}; {_EFFICIENT}; cuDNN: assumed as fast"},
     ),
     "h100": dict(
         architecture="sm_90",
@@ -151,7 +171,7 @@ _FIGURES: dict[str, dict[str, Any]] = {
         node=8,
         node_host_gib=2048,
         matmul=0.801,
-        attention=(0.55, 0.47),
+        attention=_ON_SM90,
         sheet="NVIDIA's data sheet of H100 SXM",
         sources={"gemm": _MATMUL, "memory_bytes": "what nvidia-smi prints for H100 80GB HBM3, less what is reserved"},
     ),
@@ -166,7 +186,7 @@ _FIGURES: dict[str, dict[str, Any]] = {
         node=8,
         node_host_gib=2048,
         matmul=0.801,
-        attention=(0.55, 0.47),
+        attention=_ON_SM90,
         sheet="NVIDIA's data sheet of H200 SXM",
         sources={"memory_bytes": "what nvidia-smi prints for H200, less what is reserved"},
     ),
@@ -181,9 +201,9 @@ _FIGURES: dict[str, dict[str, Any]] = {
         node=8,
         node_host_gib=2048,
         matmul=0.75,
-        attention=(0.5, 0.42),
+        attention=_ON_SM100,
         sheet="NVIDIA's data sheet of HGX B200 (an eighth of the board)",
-        sources={"attention": "assumed", "gemm": "assumed: 0.75"},
+        sources={"attention": _FA_SM100, "gemm": "assumed: 0.75"},
     ),
     "gb200": dict(
         architecture="sm_100",
@@ -196,10 +216,10 @@ _FIGURES: dict[str, dict[str, Any]] = {
         node=72,
         node_host_gib=17 * 1024,
         matmul=0.75,
-        attention=(0.5, 0.42),
+        attention=_ON_SM100,
         sheet="NVIDIA's data sheet of GB200 NVL72 (a 72nd of the rack)",
         sources={
-            "attention": "assumed",
+            "attention": _FA_SM100,
             "gemm": "assumed: 0.75",
             "host_link": f"NVLink-C2C: 900 GB/s both ways of a Grace, which two GPUs share; {_HOST}",
             "host_memory_bytes": "NVIDIA's data sheet of GB200 NVL72: 17 TB of LPDDR5X",
@@ -217,7 +237,7 @@ _FIGURES: dict[str, dict[str, Any]] = {
         node=8,
         node_host_gib=2048,
         matmul=0.601,
-        attention=(0.35, 0.28),
+        attention={"flash": (0.35, 0.28)},
         sheet="AMD's data sheet of Instinct MI300X",
         sources={
             "gemm": _MATMUL,
@@ -236,7 +256,7 @@ _FIGURES: dict[str, dict[str, Any]] = {
         node=8,
         node_host_gib=1024,
         matmul=0.75,
-        attention=(0.6, 0.5),
+        attention={"flash": (0.6, 0.5), "efficient": (0.4, 0.33)},
         sheet="NVIDIA's data sheet of L40S",
         sources={"attention": "assumed: near A100's", "within": f"PCIe 4.0 ×16, shared with the host; {_REACHED}"},
     ),
@@ -251,7 +271,7 @@ _FIGURES: dict[str, dict[str, Any]] = {
         node=8,
         node_host_gib=256,
         matmul=0.85,
-        attention=(0.7, 0.6),
+        attention=_ON_SM80,
         sheet="NVIDIA's Ada whitepaper, GeForce RTX 4090 (fp32 accumulation)",
         sources={
             "gemm": "assumed",

@@ -60,13 +60,18 @@ def kernel_of(
     name, flops, shape = name_of(func), 0, tuple[int, ...]()
     kind: OperationKind = "memory"
     formula = flop_registry.get(func._overloadpacket)
-    if formula is not None:
+    # Of samples one behind the other torch reads the lengths, which here have no values.
+    is_packed = "cum_seq_q" in arguments_of(func, args, kwargs)
+    if formula is not None and not is_packed:
         flops = int(formula(*args, **kwargs, out_val=outputs))
     if any(part in name for part in _ATTENTION):
         values = arguments_of(func, args, kwargs)
         # After the gradient of the output, where there is one.
         q, k = [tensor for tensor in reads if tensor.dim() >= 3][1 if "backward" in name else 0 :][:2]
         kind, shape = "attention", _attention_shape(q, k, values.get("max_q"), values.get("max_k"))
+        if is_packed:
+            # Two products forward, and five backward.
+            flops = (10 if "backward" in name else 4) * math.prod(shape)
         if values.get("is_causal"):
             # A triangle, of which the kernel leaves out what is not seen: torch's formula counts the square.
             flops = flops * (shape[2] + 1) // (2 * shape[2])

@@ -4,12 +4,14 @@ import dataclasses
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opensora_accel.links import Link, one_level_s
-from opensora_accel.planner.cost import Placement, between_points, collective_s, host_s, operation_s
-from opensora_accel.planner.hardware import Hardware
+from opensora_accel.planner.cost import Placement, between_points, collective_s, host_s, kernel_s, operation_s
+from opensora_accel.planner.hardware import Efficiency, Hardware
+from opensora_accel.planner.operators import kernel_of
 from opensora_accel.planner.trace import Operation
 
 H100 = Hardware.named("h100x8-ib400")
@@ -146,3 +148,42 @@ def test_more_bytes_never_take_less_time(kind, sent, ranks, times):
         for number in (sent, sent * times)
     )
     assert few <= many * (1 + 1e-12) and math.isfinite(many)
+
+
+@pytest.mark.parametrize(("phase", "products"), [("forward", 2), ("backward", 5)])
+def test_operations_of_packed_samples_do_not_follow_from_lengths_without_values(phase, products):
+    samples, tokens, heads, width = 2, 5, 3, 8
+    rows, lse = torch.empty(samples * tokens, heads, width), torch.empty(heads, samples * tokens)
+    starts, lengths = torch.full((samples + 1,), 10**9, dtype=torch.int32), (tokens, tokens)
+    seed = torch.empty(0)
+    if phase == "forward":
+        func = torch.ops.aten._flash_attention_forward.default
+        args = (rows, rows, rows, starts, starts, *lengths, 0.0, False, False)
+        tensors = [rows] * 3
+    else:
+        func = torch.ops.aten._flash_attention_backward.default
+        args = (rows, rows, rows, rows, rows, lse, starts, starts, *lengths, 0.0, False, seed, seed)
+        tensors = [rows] * 5
+    found = kernel_of(func, args, {}, None, tensors, [rows])
+    assert found.kind == "attention" and found.shape == (samples, heads, tokens, tokens, width)
+    assert found.flops == products * 2 * samples * heads * tokens * tokens * width
+
+
+def test_each_kernel_of_attention_has_its_own_efficiency():
+    shape = (1, 40, 32768, 32768, 128)
+    flops = 4 * math.prod(shape)
+    for kernel, reached in (("cudnn", 617e12), ("flash", 375e12)):
+        operation = Operation(
+            f"aten._scaled_dot_product_{kernel}_attention", "attention", "compute", flops=flops, shape=shape,
+            dtype="bfloat16",
+        )  # fmt: skip
+        assert flops / kernel_s(operation, Hardware.named("h100")) == pytest.approx(reached, rel=0.01)
+        backward = dataclasses.replace(operation, name=f"{operation.name}_backward")
+        assert kernel_s(backward, Hardware.named("h100")) > kernel_s(operation, Hardware.named("h100"))
+    # A file of `doctor --calibrate` has measured one, which is that of all.
+    one = Efficiency(("bytes",), (((1.0,), 0.5),))
+    measured = dataclasses.replace(
+        Hardware.named("h100"),
+        efficiencies={"gemm": one, "memory": one, "attention": Efficiency(("queries",), (((1.0,), 0.5),))},
+    )
+    assert kernel_s(backward, measured) == pytest.approx(flops / (0.5 * measured.peak("bfloat16")))
