@@ -40,6 +40,8 @@ _REPRESENTATIVES = (
     "DDP: over data",
     "trainer: samples by global rank",
     "loop: a parameter outside of the model",
+    "loop: a loss told as a sum",
+    "loop: a stage without gradients in one replica",
     "loop: the optimizer before fully_shard",
     "loop: clipped by the norm of a shard",
     "forward: pool of its own tokens",
