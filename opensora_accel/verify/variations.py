@@ -35,10 +35,12 @@ Sizes = Mapping[str, int]
 
 # By how much a size is changed; the step may ask for a multiple of 8, or for 4n + 1.
 _STEPS = (1, 2, 4, 8)
+# A proof's model is tiny, and two sizes are made alike.
+_LARGEST = 512
 
 
 def sizes_of(*functions: Callable[..., Any] | None) -> dict[str, int]:
-    """The arguments of these that are a whole number by default, of at least 1.
+    """The arguments of these that are a whole number by default, from 1 to 512: what is larger is a seed, say.
 
     Raises:
         ValueError: one of them is another number by default in another function.
@@ -61,7 +63,9 @@ def _whole_numbers(function: Callable[..., Any] | None) -> dict[str, int]:
     defaults = {name: each.default for name, each in parameters.items()}
     # True is an int to Python, and no size.
     return {
-        name: d for name, d in defaults.items() if isinstance(d, int) and not isinstance(d, bool) and d > 0
+        name: each
+        for name, each in defaults.items()
+        if isinstance(each, int) and not isinstance(each, bool) and 0 < each <= _LARGEST
     }
 
 

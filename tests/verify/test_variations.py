@@ -223,7 +223,7 @@ def test_what_the_step_refuses_is_no_mistake_and_is_said(ranks):
 
 
 def test_sizes_are_whole_numbers_that_arguments_have_by_default():
-    def model_fn(heads=4, scale=1.0, causal=True, offset=0, *, channels=16):
+    def model_fn(heads=4, scale=1.0, causal=True, offset=0, seed=1234, *, channels=16):
         pass
 
     assert sizes_of(model_fn, None, summed) == {"heads": 4, "channels": 16, "microbatches": 2, "batch": 2}
