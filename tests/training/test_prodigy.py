@@ -143,6 +143,7 @@ def assert_one_run(one, other):
     assert all(torch.allclose(others[name], each, rtol=1e-8, atol=1e-11) for name, each in weights.items())
 
 
+@PROVE
 @pytest.mark.parametrize(
     "plan, lora",
     [

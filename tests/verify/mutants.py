@@ -38,7 +38,7 @@ _REPRESENTATIVES = (
     "engine: no attention redirected",
     "Wan: output not gathered",
     "DDP: over data",
-    "trainer: samples by global rank",
+    "loop: noise by rank in the second microbatch",
     "loop: a parameter outside of the model",
     "loop: a loss told as a sum",
     "loop: a stage without gradients in one replica",

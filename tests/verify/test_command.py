@@ -76,6 +76,7 @@ def test_the_plan_of_a_configured_run(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@PROVE
 def test_under_a_launcher_the_first_rank_proves_the_meshes_of_all_of_them(tmp_path):
     file = step_file(tmp_path)
     launched = {**os.environ, "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}

@@ -196,6 +196,7 @@ def test_a_users_right_loop_raises_no_alarm(ranks, step: Any, model_fn: Any, mes
         assert result.parameters().keys() == result.expected.gradients.keys()
 
 
+@PROVE
 @pytest.mark.parametrize(("changes", "meshes"), params(TRAINERS))
 def test_the_trainers_own_step_raises_no_alarm(ranks, tmp_path, changes: dict[str, Any], meshes: Any):
     step = TrainerStep(write_clips(tmp_path / "clips"), changes=tuple(changes.items()))
