@@ -75,6 +75,9 @@ def kernel_of(
         if values.get("is_causal"):
             # A triangle, of which the kernel leaves out what is not seen: torch's formula counts the square.
             flops = flops * (shape[2] + 1) // (2 * shape[2])
+    elif name == "einsum":
+        kind, shape = "gemm", _einsum_shape(*args[:2])
+        flops = 2 * math.prod(shape)
     elif flops:
         kind, shape = "gemm", _gemm_shape(name, args, outputs)
     dtype = next((t.dtype for t in (*writes, *reads) if t.is_floating_point()), torch.float32)
@@ -103,6 +106,33 @@ def _gemm_shape(name: str, args: Sequence[Any], outputs: Any) -> tuple[int, int,
         return 1, out.numel() // out.size(1), out.size(1), weight.numel() // weight.size(0)
     one, other = [arg for arg in args if isinstance(arg, Tensor)][-2:]
     return one.size(0) if one.dim() == 3 else 1, one.size(-2), other.size(-1), one.size(-1)
+
+
+def _einsum_shape(equation: str, operands: Sequence[Tensor]) -> tuple[int, int, int, int]:
+    """(batch, m, n, k) of the product of two operands; of another number of them, all that is multiplied as m.
+
+    Of "bshd,bthd->bhst" batch are b and h, m is s, n is t and k is d.
+    """
+    given, _, kept = equation.replace(" ", "").partition("->")
+    sizes: dict[str, int] = {}
+    for labels, operand in zip(given.split(","), operands, strict=True):
+        # What the dots stand for, one after the other from the last.
+        before, dots, after = labels.partition("...")
+        missing = range(operand.dim() - len(before) - len(after), 0, -1) if dots else ()
+        sizes |= dict(zip((*before, *(f"...{i}" for i in missing), *after), operand.shape, strict=True))
+    if len(operands) != 2:
+        return 1, math.prod(sizes.values()), 1, 1
+    one, other = given.split(",")
+
+    def product(in_one: bool, in_other: bool, is_kept: bool | None = None) -> int:
+        return math.prod(
+            size
+            for label, size in sizes.items()
+            if (label[0] in one, label[0] in other) == (in_one, in_other)
+            and is_kept in (None, label[0] in kept or not kept)
+        )
+
+    return product(True, True, True), product(True, False), product(False, True), product(True, True, False)
 
 
 def _num_bytes(name: str, args: Sequence[Any], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:

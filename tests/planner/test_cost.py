@@ -187,3 +187,19 @@ def test_each_kernel_of_attention_has_its_own_efficiency():
         efficiencies={"gemm": one, "memory": one, "attention": Efficiency(("queries",), (((1.0,), 0.5),))},
     )
     assert kernel_s(backward, measured) == pytest.approx(flops / (0.5 * measured.peak("bfloat16")))
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes", "shape"),
+    [
+        ("bshd,bthd->bhst", ((2, 5, 3, 8), (2, 7, 3, 8)), (6, 5, 7, 8)),
+        ("bhst,bthd->bshd", ((2, 3, 5, 7), (2, 7, 3, 8)), (6, 5, 8, 7)),
+        ("...i,ij->...j", ((2, 5, 8), (8, 3)), (1, 10, 3, 8)),
+        ("ij->ji", ((2, 5),), (1, 10, 1, 1)),
+    ],
+)
+def test_operations_of_an_einsum_are_those_of_its_product(equation, shapes, shape):
+    operands = [torch.empty(each) for each in shapes]
+    args, out = (equation, operands), torch.einsum(equation, *operands)
+    found = kernel_of(torch.ops.aten.einsum.default, args, {}, out, operands, [out])
+    assert (found.kind, found.shape, found.flops) == ("gemm", shape, 2 * math.prod(shape))
