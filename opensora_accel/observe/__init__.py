@@ -36,6 +36,17 @@ if TYPE_CHECKING:
     )
     from opensora_accel.observe.fitting import BlockMemory, Change, StepMemory, changes, smallest_change
     from opensora_accel.observe.flops import FlopCounter, SharedAttention
+    from opensora_accel.observe.forecast import (
+        IDLE,
+        Forecast,
+        ForeseenCalls,
+        ForeseenCopies,
+        ForeseenPart,
+        Three,
+        axes_named,
+        differences,
+        digest_of,
+    )
     from opensora_accel.observe.gpus import GPUS, gpu_of, peak_of
     from opensora_accel.observe.kinds import AFTER, BACKWARD, FORWARD, KINDS, RECOMPUTE
     from opensora_accel.observe.live_bytes import DeviceBytes, LimitedBytes, LiveBytes
@@ -55,6 +66,7 @@ if TYPE_CHECKING:
         promised_groups,
         subsets,
     )
+    from opensora_accel.observe.module_regions import blocks_by_policy, follow_modules, phase_of_modules
     from opensora_accel.observe.nonfinite import ForwardCall, StepInputs, as_then, trace_nonfinite
     from opensora_accel.observe.on_cpu import (
         accelerator_stand_ins,
@@ -96,6 +108,7 @@ __all__ = [
     "FORWARD",
     "GATHERED",
     "GPUS",
+    "IDLE",
     "KINDS",
     "MAX_RANKS",
     "NAMESPACES",
@@ -113,6 +126,10 @@ __all__ = [
     "Exchanges",
     "FakeFloats",
     "FlopCounter",
+    "Forecast",
+    "ForeseenCalls",
+    "ForeseenCopies",
+    "ForeseenPart",
     "ForwardCall",
     "Holders",
     "LimitedBytes",
@@ -129,6 +146,7 @@ __all__ = [
     "Step",
     "StepInputs",
     "StepMemory",
+    "Three",
     "Whole",
     "accelerator_stand_ins",
     "architecture_of",
@@ -138,19 +156,24 @@ __all__ = [
     "arguments_of",
     "as_then",
     "axes_between",
+    "axes_named",
     "before_clipping",
+    "blocks_by_policy",
     "call_to_its_end",
     "calls_of",
     "casts_lifted",
     "changes",
     "compose_axes",
+    "differences",
     "digest",
+    "digest_of",
     "digest_of_all",
     "dropouts_of",
     "fake_world",
     "find_blocks",
     "find_call_site",
     "first_difference",
+    "follow_modules",
     "gpu_of",
     "group_of",
     "holders_of",
@@ -163,6 +186,7 @@ __all__ = [
     "norms",
     "operators_of_cuda",
     "peak_of",
+    "phase_of_modules",
     "plain_tensors",
     "prepare_model",
     "process_group_of",

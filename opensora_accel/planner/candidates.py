@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from opensora_accel.documents import MOST_RANKS
 from opensora_accel.experimental import has_experiments
 from opensora_accel.plan import Plan, check_field
+from opensora_accel.planner.foresee import StepParts
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.simulate import Timeline
 from opensora_accel.planner.trace import Trace
@@ -163,6 +164,8 @@ class Candidate:
     # The trace of the largest size of clips; None for an estimate.
     trace: Trace | None = None
     timeline: Timeline | None = None
+    # The step by its parts; None for an estimate.
+    foreseen: StepParts | None = None
 
     @property
     def is_traced(self) -> bool:

@@ -26,6 +26,7 @@ from opensora_accel.planner.candidates import (
 )
 from opensora_accel.planner.document import document_of
 from opensora_accel.planner.explain import Explanation, explain
+from opensora_accel.planner.foresee import forecast_of
 from opensora_accel.planner.hardware import Hardware, hardware_names
 from opensora_accel.planner.jobs import Job, JobOfConfig, nothing_fits, progress
 from opensora_accel.planner.models import MODELS, PARTS, named_workload
@@ -121,7 +122,10 @@ def main(arguments: Sequence[str], job_of_config: JobOfConfig | None = None) -> 
         return 1
     if options.output is not None:
         outcome.best.plan.save(options.output)
-        print(f"wrote {options.output}")
+        # Whoever replaces the plan replaces its forecast: one of another plan would be refused.
+        of_file = str(Path(name).resolve()) if name.endswith(".json") else ""
+        forecast = forecast_of(request, outcome.best, of_file).save(options.output)
+        print(f"wrote {options.output}, and what is foreseen of it to {forecast}")
     elif not options.brief:
         print(
             "--output plan.json writes this plan, for train, verify and profile to take by --plan plan.json"

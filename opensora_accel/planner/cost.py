@@ -19,9 +19,13 @@ from functools import cache, lru_cache
 from typing import Any
 
 from opensora_accel.links import one_level_s, sent_bytes
+from opensora_accel.plan import Plan
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.simulate import Contention
 from opensora_accel.planner.trace import Operation
+
+# What a host's AdamW moves in a second for one rank; assumed.
+HOST_OPTIMIZER_BYTES_PER_S = 20e9
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,18 @@ def operation_s(operation: Operation, hardware: Hardware, placement: Placement) 
     if operation.kind in ("copy_out", "copy_in"):
         return hardware.host_link.time_s(1, operation.num_bytes)
     return kernel_s(operation, hardware) * core_share(hardware, placement)
+
+
+def alone_s(operation: Operation, hardware: Hardware, placement: Placement, plan: Plan) -> float:
+    """Seconds of an operation of a plan's step, with what the host takes for it where nothing hides that."""
+    # Where kernels run on the host's cores, starting one is part of it.
+    beside_s = 0.0 if hardware.runs_ahead else host_s(hardware, placement)
+    if plan.cpu_offload and operation.phase == "optimizer":
+        return operation.num_bytes / HOST_OPTIMIZER_BYTES_PER_S + beside_s
+    taken_s = operation_s(operation, hardware, placement) + beside_s
+    if plan.is_sharded and operation.phase == "optimizer":
+        taken_s += hardware.sharded_launch_s * core_share(hardware, placement)
+    return taken_s
 
 
 def core_share(hardware: Hardware, placement: Placement) -> float:
@@ -127,8 +143,21 @@ def _attention_classes(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(f"attention{k}{phase}" for phase in phases for k in (kernel, "")))
 
 
+def collective_group(operation: Operation, placement: Placement) -> str:
+    """What a collective is corrected by: "all-to-all 2/8" of groups of 2 ranks on nodes of 8, "... on 2 nodes"."""
+    nodes, _fewest = placement.spread(operation.group)
+    kind = "send" if operation.collective == "recv" else operation.collective
+    beyond = f" on {nodes} nodes" if nodes > 1 else ""
+    return f"{kind} {len(operation.group)}/{placement.ranks_per_node}{beyond}"
+
+
 def collective_s(operation: Operation, hardware: Hardware, placement: Placement) -> float:
     """Seconds of a collective whose ranks all come at the same time."""
+    times = hardware.collective_slowness.get(collective_group(operation, placement), 1.0)
+    return times * _collective_by_figures_s(operation, hardware, placement)
+
+
+def _collective_by_figures_s(operation: Operation, hardware: Hardware, placement: Placement) -> float:
     num_ranks = len(operation.group)
     # Messages go both ways at once, and where nothing is sent one still waits for what comes.
     kind: Any = "send" if operation.collective == "recv" else operation.collective

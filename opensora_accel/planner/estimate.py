@@ -28,7 +28,14 @@ from opensora_accel.attention import slices
 from opensora_accel.experimental import experiment
 from opensora_accel.observe import BlockMemory, StepMemory
 from opensora_accel.plan import Plan
-from opensora_accel.planner.cost import Placement, collective_s, core_share, host_s, kernel_s
+from opensora_accel.planner.cost import (
+    HOST_OPTIMIZER_BYTES_PER_S,
+    Placement,
+    collective_s,
+    core_share,
+    host_s,
+    kernel_s,
+)
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.run import trace_step
 from opensora_accel.planner.trace import Operation, Trace
@@ -38,8 +45,6 @@ from shardformer.policy import find_policy, has_policy
 
 # Share by which an estimate may be off in either direction: seen against traces (docs/planner.md), not fitted.
 TIME_INTERVAL, MEMORY_INTERVAL = 0.3, 0.08
-# What a host's AdamW moves in a second for one rank; assumed.
-HOST_OPTIMIZER_BYTES_PER_S = 20e9
 # DDP's first and last buckets cannot hide; torch's default of 25 MiB.
 _BUCKET_BYTES = 25 * 2**20
 

@@ -137,6 +137,9 @@ class Hardware:
     collectives: dict[str, tuple[tuple[Amount, Duration], ...]] = field(default_factory=dict)
     # How many times longer a rank computes where so many of a node do, as {"2": 1.1}, measured; else by the cores.
     crowding: dict[str, Amount] = field(default_factory=dict)
+    # How many times longer collectives of a group take than these figures say, by `cost.collective_group`: from a run
+    # that was measured (`report --correct`).
+    collective_slowness: dict[str, Amount] = field(default_factory=dict)
     # How many times longer kernels of a class take in a step than these figures say; `bound` multiplies it.
     slowness: dict[str, Amount] = field(
         default_factory=lambda: dict.fromkeys(("gemm", "attention", "memory"), 1.0)
@@ -170,6 +173,8 @@ class Hardware:
                 raise ValueError(
                     f"collectives.{name} needs two points or more of bytes and seconds above 0; got {list(points)}"
                 )
+        for group, times in self.collective_slowness.items():
+            _check_number(f"collective_slowness.{group}", times, above=0)
         for ranks, times in self.crowding.items():
             _check_number(f"crowding.{ranks}", times, above=0)
         _check_uncertainties(self.uncertainties)

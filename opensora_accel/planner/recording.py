@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from opensora_accel.arguments import tensors_in
 from opensora_accel.observe import (
+    BACKWARD,
     ELSEWHERE,
     NAMESPACES,
     OUTSIDE,
@@ -40,6 +41,7 @@ from opensora_accel.observe import (
     arena_memory,
     calls_of,
     find_call_site,
+    follow_modules,
     group_of,
 )
 from opensora_accel.offload import GLOBAL_ACTIVATION_MANAGER, Queue, Queues
@@ -57,6 +59,15 @@ from opensora_accel.planner.operators import (
 )
 from opensora_accel.planner.trace import Operation, Phase, Stream
 from opensora_accel.wrapping import replaced
+from shardformer.policy import find_policy, has_policy
+
+
+@dataclass(frozen=True)
+class PlacedOperation(Operation):
+    """An operation that knows in which module of the model it ran, as the profiler's regions name them."""
+
+    # block, attention or mlp; "" outside of the blocks.
+    region: str = ""
 
 
 @dataclass(frozen=True)
@@ -138,6 +149,8 @@ class StepRecorder(DeviceBytes):
         self.attention: SharedAttention | None = None
         self._places: Places | None = None
         self._owners: Owners | None = None
+        # Modules that the step is in, the innermost last: region, path and phase.
+        self._modules: list[tuple[str, str, str]] = []
         self._index_of: dict[str, int] = {}
         self._serials: dict[int, int] = {}
         self._writers: dict[int, int] = {}
@@ -167,6 +180,8 @@ class StepRecorder(DeviceBytes):
         self.at_start = {self._serials[address]: size for address, size in self._sizes.items() if size}
         self._host_bytes = _bytes_on_host()
         with ExitStack() as entered:
+            policy = find_policy(owners.model) if has_policy(owners.model) else None
+            entered.enter_context(follow_modules(owners.model, policy, self._begin_module, self._end_module))
             group = _fsdp_param_group.FSDPParamGroup
             entered.enter_context(replaced(group, "post_backward", self._post_backward()))
             for name, parameter in owners.model.named_parameters():
@@ -188,6 +203,19 @@ class StepRecorder(DeviceBytes):
         """The step is at another place: whose the storages are is looked up."""
         if self._places is not None:
             self.look_up()
+
+    def _begin_module(self, region: str, path: str, phase: str) -> None:
+        module = region, path, phase
+        if module not in self._modules:
+            if region == "block" and phase == BACKWARD:
+                # A recomputation that stopped early has ended nothing.
+                self._modules.clear()
+            self._modules.append(module)
+
+    def _end_module(self, region: str, path: str, phase: str) -> None:
+        module = region, path, phase
+        if module in self._modules:
+            del self._modules[self._modules.index(module) :]
 
     def look_up(self) -> None:
         """Tells of every live storage that has an owner whose it is; the first answer counts for all of its life."""
@@ -248,7 +276,9 @@ class StepRecorder(DeviceBytes):
             mark = self._with_owner(mark, (*reads, *writes))
         block = self._index_of.get(mark.block or mark.owner)
         self.marks.append(mark)
-        self.operations.append(replace(operation, after=waits, phase=mark.phase, block=block))
+        region = self._modules[-1][0] if self._modules and mark.phase != "optimizer" else ""
+        placed = {**operation.__dict__, "after": waits, "phase": mark.phase, "block": block, "region": region}
+        self.operations.append(PlacedOperation(**placed))
         self._last[stream] = number
         for tensor in writes:
             address = _address(tensor)

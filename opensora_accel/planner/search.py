@@ -36,9 +36,8 @@ from opensora_accel.planner.candidates import (
     candidates,
     describe,
 )
-from opensora_accel.planner.cost import Placement, contention, core_share, host_s, operation_s
+from opensora_accel.planner.cost import Placement, alone_s, contention, host_s
 from opensora_accel.planner.estimate import (
-    HOST_OPTIMIZER_BYTES_PER_S,
     MEMORY_INTERVAL,
     TIME_INTERVAL,
     Estimator,
@@ -46,6 +45,7 @@ from opensora_accel.planner.estimate import (
     axis_groups,
     farthest_rank,
 )
+from opensora_accel.planner.foresee import StepParts
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.run import trace_step
 from opensora_accel.planner.simulate import Timeline, simulate
@@ -244,6 +244,7 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
     whole = sum(share for _workload, share in request.mix)
     times, kinds_s = [0.0, 0.0, 0.0], defaultdict[str, float](float)
     largest: tuple[Trace, Timeline] | None = None
+    foreseen = StepParts()
     # Any number of microbatches follows from two.
     traced = min(2, passes.accumulation)
     for workload, share in request.mix:
@@ -260,8 +261,10 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
         for index, each in enumerate(timelines):
             step_s = passes.accumulation / traced * (each.step_s - optimizer_s[index]) + optimizer_s[index]
             times[index] += step_s * share / whole
+        repeats = passes.accumulation / traced
+        foreseen.add(trace, timelines, hardware, placement, share / whole, repeats)
         for kind, seconds in timelines[1].critical_s.items():
-            kinds_s[kind] += seconds * passes.accumulation / traced * share / whole
+            kinds_s[kind] += seconds * repeats * share / whole
         if largest is None or trace.peak_bytes > largest[0].peak_bytes:
             largest = trace, timelines[1]
     assert largest is not None
@@ -279,7 +282,7 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
         trace.host_bytes,
         communication_bytes=communication_buffer_bytes(trace, hardware),
     )  # fmt: skip
-    return replace(candidate, trace=trace, timeline=timeline)
+    return replace(candidate, trace=trace, timeline=timeline, foreseen=foreseen)
 
 
 def busiest_rank(trace: Trace) -> int:
@@ -314,19 +317,12 @@ def communication_buffer_bytes(trace: Trace, hardware: Hardware) -> int:
 
 def simulated(trace: Trace, hardware: Hardware, placement: Placement) -> Timeline:
     """The timeline of a trace on a machine."""
-    # Where kernels run on the host's cores, starting one is part of it.
-    start_s = host_s(hardware, placement)
-    beside_s = 0.0 if hardware.runs_ahead else start_s
 
     def seconds(operation: Operation) -> float:
-        if trace.plan.cpu_offload and operation.phase == "optimizer":
-            return operation.num_bytes / HOST_OPTIMIZER_BYTES_PER_S + beside_s
-        taken_s = operation_s(operation, hardware, placement) + beside_s
-        if trace.plan.is_sharded and operation.phase == "optimizer":
-            taken_s += hardware.sharded_launch_s * core_share(hardware, placement)
-        return taken_s
+        return alone_s(operation, hardware, placement, trace.plan)
 
-    return simulate(trace, seconds, launch_s=start_s - beside_s, contention=contention(hardware, placement))
+    launch_s = host_s(hardware, placement) if hardware.runs_ahead else 0.0
+    return simulate(trace, seconds, launch_s=launch_s, contention=contention(hardware, placement))
 
 
 def _candidate(

@@ -27,11 +27,10 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from posixpath import commonpath
 from typing import Any
 
 import torch
@@ -44,7 +43,14 @@ from torch.optim.optimizer import (
 )
 
 from opensora_accel import regions
-from opensora_accel.observe import BACKWARD, FORWARD, RECOMPUTE, FlopCounter, find_blocks
+from opensora_accel.observe import (
+    BACKWARD,
+    RECOMPUTE,
+    FlopCounter,
+    blocks_by_policy,
+    follow_modules,
+    phase_of_modules,
+)
 from opensora_accel.parallel_states import (
     get_exchange_groups,
     get_mesh,
@@ -67,8 +73,6 @@ from opensora_accel.profiler.records import (
     Span,
     StepRecord,
 )
-from shardformer import blocks_of
-from shardformer.paths import find
 from shardformer.policy import Policy, find_policy, has_policy
 
 logger = logging.getLogger(__name__)
@@ -79,9 +83,6 @@ _STEPS_BEFORE_WARNING = 10
 _COMPUTE = ("block", "attention", "mlp", "optimizer", "encode")
 # Groups by which a call is named, the narrowest first; where two have the same ranks the first name counts.
 _GROUPS = ("ulysses", "ring", "tp", "dp_shard", "dp_replicate", "sequence", "tensor", "data", "mixed")
-
-# Gets the values that go into a region, or come out of it.
-_See = Callable[[list[Any]], None]
 
 
 @dataclass(eq=False)
@@ -183,7 +184,7 @@ class profile:
             # Before anything is trained it is known that the folder can be written to.
             self._writer = RecordWriter(self._folder, self._run_record(groups, error_s))
             undo.callback(self._writer.close)
-            self._hook_modules(undo)
+            undo.enter_context(follow_modules(self._model, self._policy, self._begin, self._end))
             undo.callback(
                 register_optimizer_step_pre_hook(lambda *_: self._begin("optimizer", "", "")).remove
             )
@@ -244,7 +245,7 @@ class profile:
     def _begin_looking(self) -> None:
         """Begins what is asked for in the step that begins alone."""
         if self._number in self._memory_steps:
-            blocks = _blocks(self._model, self._policy)
+            blocks = blocks_by_policy(self._model, self._policy)
             self._memory = MemoryTimeline(self._model, self._optimizer, blocks=list(blocks.values()))
             self._memory.__enter__()
         if self._number in self._trace_steps:
@@ -284,7 +285,7 @@ class profile:
     def attends(self, shares: regions.Shares, place: int, num_samples: int) -> None:
         """`opensora_accel.regions.attends`, while this profiler listens."""
         # Of cross-attention every rank has all keys, and as many pairs as tokens.
-        if _phase() == RECOMPUTE or shares.mask.num_queries != shares.mask.num_keys:
+        if phase_of_modules() == RECOMPUTE or shares.mask.num_queries != shares.mask.num_keys:
             return
         mask, areas = str(shares.mask), shares.areas
         with self._lock:
@@ -293,37 +294,7 @@ class profile:
             mean += num_samples * sum(areas) / len(areas)
             self._masks[mask] = MaskedAttention(mask, calls + 1, pairs, mean)
 
-    # ---- spans of modules
-
-    def _hook_modules(self, undo: ExitStack) -> None:
-        for region, name, begins_at, ends_at in _regions(self._model, self._policy):
-            begins, ends = self._hooks(region, name)
-            if begins_at is ends_at:
-                undo.callback(begins_at.register_forward_pre_hook(_inputs(begins), with_kwargs=True).remove)
-                undo.callback(ends_at.register_forward_hook(_outputs(ends)).remove)
-            else:
-                undo.callback(begins_at.register_forward_hook(_outputs(begins)).remove)
-                undo.callback(ends_at.register_forward_pre_hook(_inputs(ends), with_kwargs=True).remove)
-
-    def _hooks(self, region: str, name: str) -> tuple[_See, _See]:
-        """The functions to call with the values that go into a region, and with those that come out."""
-
-        def begins(values: list[Any]) -> None:
-            phase = _phase()
-            # The gradient of what goes in is the last that a region's backward computes.
-            tensor = _first_with_gradient(values)
-            if tensor is not None:
-                tensor.register_hook(lambda _gradient: self._end(region, name, BACKWARD))
-            self._begin(region, name, phase)
-
-        def ends(values: list[Any]) -> None:
-            phase = _phase()
-            self._end(region, name, phase)
-            tensor = _first_with_gradient(values)
-            if tensor is not None:
-                tensor.register_hook(lambda _gradient: self._begin(region, name, BACKWARD))
-
-        return begins, ends
+    # ---- spans
 
     def _begin(self, region: str, name: str, phase: str) -> None:
         with self._lock:
@@ -434,7 +405,7 @@ class profile:
             model={
                 "class": type(self._model).__name__,
                 "num_parameters": sum(parameter.numel() for parameter in self._model.parameters()),
-                "num_blocks": len(_blocks(self._model, self._policy)),
+                "num_blocks": len(blocks_by_policy(self._model, self._policy)),
             },
             environment={
                 "host": platform.node(),
@@ -454,74 +425,6 @@ class profile:
             clock_error_s=clock_error_s,
             started_at=time.time(),
         )
-
-
-def _phase() -> str:
-    """Autograd runs on this thread only within a backward, and a forward there is a recomputation."""
-    return RECOMPUTE if torch._C._current_graph_task_id() != -1 else FORWARD
-
-
-def _first_with_gradient(values: list[Any]) -> Tensor | None:
-    """The first tensor in nested lists, tuples and dicts whose gradient autograd will compute."""
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.requires_grad:
-                return value
-        elif isinstance(value, (list, tuple, dict)):
-            first = _first_with_gradient([*(value.values() if isinstance(value, dict) else value)])
-            if first is not None:
-                return first
-    return None
-
-
-def _inputs(see: _See) -> Callable[..., None]:
-    """A hook that shows what goes into a module."""
-
-    @torch.compiler.disable(reason="a profiler looks at the time")
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        see([*args, *kwargs.values()])
-
-    return hook
-
-
-def _outputs(see: _See) -> Callable[..., None]:
-    """A hook that shows what comes out of a module."""
-
-    @torch.compiler.disable(reason="a profiler looks at the time")
-    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        see([output])
-
-    return hook
-
-
-def _blocks(model: nn.Module, policy: Policy | None) -> dict[str, nn.Module]:
-    return find_blocks(model, None if policy is None else blocks_of(model, policy))
-
-
-def _regions(model: nn.Module, policy: Policy | None) -> Iterator[tuple[str, str, nn.Module, nn.Module]]:
-    """Region and path of each block, attention and MLP, and its module twice; one that is two of them is the first.
-
-    Where a block calls the attention kernel itself, the path is the block's, and the modules are the one that runs
-    just before the kernel and the one that runs just after.
-    """
-    found = [("block", name, module, module) for name, module in _blocks(model, policy).items()]
-    if policy is not None:
-        attentions = [*policy.self_attention, *policy.whole_queries, *policy.linear_attention]
-        attentions += [entry.module for entry in policy.joint_attention]
-        attentions += [entry.module for entry in policy.whole_sequences]
-        for region, paths in (("attention", [*attentions, *policy.attention_regions]), ("mlp", policy.mlps)):
-            for path in paths:
-                first, last = (path, path) if isinstance(path, str) else path
-                pairs = zip(find(model, first), find(model, last), strict=True)
-                for (name, begins_at), (other_name, ends_at) in pairs:
-                    # Names of modules are no paths of files, but share their parents as those do.
-                    shared = commonpath([name.replace(".", "/"), other_name.replace(".", "/")])
-                    found.append((region, shared.replace("/", "."), begins_at, ends_at))
-    seen = set()
-    for region, name, begins_at, ends_at in found:
-        if (begins_at, ends_at) not in seen:
-            seen.add((begins_at, ends_at))
-            yield region, name, begins_at, ends_at
 
 
 def _groups() -> dict[str, list[int]]:
