@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from opensora_accel.observe import Forecast, MeasuredParts
     from opensora_accel.planner import Job
     from opensora_accel.verify import Proof
 
@@ -89,6 +90,8 @@ def _profile(arguments: Sequence[str]) -> int:
       --num-steps N   how many steps are recorded (20, or as many as the run has)
       --memory        also what fills the memory, in the last of them (on a CPU that step takes longer)
       --report FILE   makes the page of `opensora-accel report` of it
+      --against PLAN  holds it against the forecast that `opensora-accel plan --output PLAN` has written beside the plan
+      --correct FILE  with --against: writes a hardware file that is corrected by what was measured
       --link AXIS=BYTES_PER_S   what a link of this axis can do, for the page: --link ring=25e9 (may be repeated;
                       `opensora-accel doctor --links` measures)
       --peak-flops N  operations a second of one device, for MFU, where it is none of those that are known
@@ -106,6 +109,8 @@ def _profile(arguments: Sequence[str]) -> int:
     parser.add_argument("--num-steps", type=int)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--report", default="")
+    parser.add_argument("--against", default="")
+    parser.add_argument("--correct", default="")
     parser.add_argument("--link", action="append", default=[])
     parser.add_argument("--peak-flops", type=float)
     own, options = parser.parse_known_args(arguments)
@@ -124,6 +129,13 @@ def _profile(arguments: Sequence[str]) -> int:
             )
     if own.peak_flops is not None and not 0 < own.peak_flops < float("inf"):
         raise ValueError(f"--peak-flops is a number of operations a second, as 989e12; got {own.peak_flops}")
+    if own.correct and not own.against:
+        raise ValueError("--correct follows from --against PLAN; give both")
+    if own.against:
+        from opensora_accel.observe import Forecast
+
+        # What is wrong with it is said before the steps are run.
+        Forecast.of_plan(Path(own.against))
     from opensora_accel.training import ProfileOptions, command
 
     config, _, _ = command.parse(options)
@@ -132,15 +144,21 @@ def _profile(arguments: Sequence[str]) -> int:
         output = f"{output.rstrip('/')}_profile"
         options += ["--output", output]
     status = command.main(options, ProfileOptions(own.num_steps, own.memory, links, own.peak_flops))
-    if own.report and status == 0 and os.environ.get("RANK", "0") == "0":
-        return _report([f"{output}/profile", "--out", own.report])
+    if (own.report or own.against) and status == 0 and os.environ.get("RANK", "0") == "0":
+        asked = {"--out": own.report, "--against": own.against, "--correct": own.correct}
+        return _report([f"{output}/profile", *(part for each in asked.items() if each[1] for part in each)])
     return status
 
 
 def _report(arguments: Sequence[str]) -> int:
     from opensora_accel.profiler import report
 
-    return report.main(arguments)
+    def correct(path: Path, forecast: Forecast, measured: MeasuredParts) -> list[str]:
+        from opensora_accel.planner import correct
+
+        return correct.correct(path, forecast, measured)
+
+    return report.main(arguments, correct)
 
 
 def _cache(arguments: Sequence[str]) -> int:

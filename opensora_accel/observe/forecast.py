@@ -81,6 +81,19 @@ class ForeseenCopies(NamedTuple):
     seconds: Three
 
 
+class MeasuredParts(NamedTuple):
+    """What a run says of its forecast: the part of it that a hardware file is corrected by."""
+
+    # The run, its start in seconds since 1970, and how many steps were counted.
+    name: str
+    started_at: float
+    num_steps: int
+    # Of parts that both know: what is foreseen of their kernels by class, and the seconds that were measured.
+    parts: Sequence[tuple[Mapping[str, float], float]]
+    # By `ForeseenCalls.group`: seconds that are foreseen, and those that were measured.
+    calls: Mapping[str, tuple[float, float]]
+
+
 @dataclass(frozen=True)
 class Forecast:
     """A step as it was foreseen."""

@@ -23,6 +23,7 @@ __all__ = [
     "calibrate",
     "choose",
     "command",
+    "correct",
     "plan_for",
     "workload_of_model",
 ]

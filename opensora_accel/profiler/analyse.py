@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,10 +101,14 @@ def analyse_ranks(ranks: Sequence[RankSummary], name: str) -> RunAnalysis:
             f"{name}: there is no step that all {len(ranks)} ranks have finished; profile a run for longer, or leave "
             "out the files of ranks that were killed at its start"
         )
-    # The first step warms up. Where there is no other, it has to do.
-    counted = shared[1:] or shared
     summaries = [{step.step: step for step in rank.steps} for rank in ranks]
-    matched = match_calls(ranks, summaries, counted)
+    slowed = {
+        number: next(filter(None, (each[number].slowed_by for each in summaries)), "") for number in shared
+    }
+    # The first step warms up. Where there is no other, it has to do.
+    counted = [number for number in shared[1:] if not slowed[number]] or shared[1:] or shared
+    unmatched = set[str]()
+    matched = match_calls(ranks, summaries, counted, unmatched)
     shares = [
         {number: _shares(summary[number], matched[i, number]) for number in counted}
         for i, summary in enumerate(summaries)
@@ -155,7 +159,8 @@ def analyse_ranks(ranks: Sequence[RankSummary], name: str) -> RunAnalysis:
         memory=None if peak_rank is None else _memory_timeline(ranks[peak_rank]),
         offload=_offload_timeline(ranks),
         utilization=_utilization(ranks, statistics.median(step_s)),
-        notes=_notes(ranks, summaries, shared),
+        copies={region: _copies(summaries, counted, region) for region in COPIES},
+        notes=_notes(ranks, summaries, shared, counted, slowed, unmatched),
     )
 
 
@@ -252,7 +257,20 @@ def _rank(
         pairs=pairs / len(steps) if mean_pairs else None,
         pairs_of_mean=pairs / mean_pairs if mean_pairs else None,
         attention_s=statistics.fmean(step.seconds_of("attention") for step in steps),
+        host_bound_s=_mean_if_known([step.host_bound_s for step in steps]),
+        host=rank.run.environment.get("host", ""),
     )
+
+
+def _copies(summaries: Sequence[Mapping[int, StepSummary]], counted: Sequence[int], region: str) -> Spread:
+    return Spread.of(
+        [statistics.fmean(each[number].copies_s[region] for each in summaries) for number in counted]
+    )
+
+
+def _mean_if_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def part_order(part: Part) -> tuple[Any, ...]:
@@ -305,6 +323,7 @@ def _step(
         loss=statistics.fmean(losses) if losses else None,
         tokens_per_s=sum(tokens) / seconds if tokens and seconds > 0 else None,
         peak_bytes=max(step.peak_bytes for step in steps),
+        slowed_by=next(filter(None, (step.slowed_by for step in steps)), ""),
     )
 
 
@@ -315,6 +334,7 @@ def _peak(record: StepRecord | None) -> MemoryPeak | None:
     spans = innermost(record.spans, (each.time_s for each in record.memory))
     span = spans[record.memory.index(sample)]
     region = span.region if span else "other"
+    fullest = max(record.memory, key=lambda each: each.reserved_bytes or 0)
     return MemoryPeak(
         step=record.step,
         time_s=sample.time_s - record.start_s,
@@ -332,6 +352,8 @@ def _peak(record: StepRecord | None) -> MemoryPeak | None:
             ),
             default=0,
         ),
+        reserved_bytes=fullest.reserved_bytes,
+        fragmented_bytes=fullest.fragmented_bytes,
     )
 
 
@@ -450,7 +472,12 @@ def _environment(ranks: Sequence[RankSummary]) -> dict[str, str]:
 
 
 def _notes(
-    ranks: Sequence[RankSummary], summaries: Sequence[Mapping[int, StepSummary]], shared: Sequence[int]
+    ranks: Sequence[RankSummary],
+    summaries: Sequence[Mapping[int, StepSummary]],
+    shared: Sequence[int],
+    counted: Sequence[int],
+    slowed: Mapping[int, str],
+    unmatched: Collection[str],
 ) -> list[str]:
     """What a reader has to know before believing the numbers."""
     notes = []
@@ -458,6 +485,19 @@ def _notes(
         notes.append(f"Step {shared[0]} is a warm-up and is left out of times and bytes.")
     else:
         notes.append("There is one step only, and it holds the warm-up: profile at least three.")
+    left_out = [number for number in shared[1:] if number not in counted]
+    if left_out:
+        why = " and ".join(dict.fromkeys(slowed[number] for number in left_out))
+        notes.append(f"{len(left_out)} more step(s) are left out of times and bytes: {why} was followed.")
+    elif any(slowed[number] for number in counted):
+        notes.append(
+            "Memory or a trace was followed in every step or in the one before: times are not those of a run."
+        )
+    if unmatched:
+        notes.append(
+            f"Calls of {', '.join(sorted(unmatched))} cannot be laid side by side: what ranks waited in them counts as "
+            "waiting for others, and none of it as the network's."
+        )
     missing = sorted(set(range(ranks[0].run.world_size)) - {rank.run.rank for rank in ranks})
     if missing:
         notes.append(

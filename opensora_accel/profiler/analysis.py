@@ -52,6 +52,9 @@ class MemoryPeak:
     phase: str
     # The most in this step while another region ran.
     elsewhere_bytes: int
+    # Where the allocator had most of the device in this step: that, and what of it lay free between pieces in use.
+    reserved_bytes: int | None = None
+    fragmented_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,10 @@ class RankAnalysis:
     pairs_of_mean: float | None = None
     # Exclusive time of attention in all phases.
     attention_s: float = 0.0
+    # In which the device waited for the host's next kernel; None where that is not known, as on a CPU.
+    host_bound_s: float | None = None
+    # The machine that it ran on, or "".
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,9 @@ class AxisAnalysis:
     bytes_per_s: float | None
     transfer_bytes_per_s: float | None
     link_bytes_per_s: float | None
+    # Of its calls those of less than `match_calls.SMALL_BYTES`, and what compute waits for these.
+    small_calls: float = 0.0
+    small_exposed_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,9 @@ class KindAnalysis:
     sent_bytes: float
     # Steps that have such a call, of those that count.
     steps: int
+    # After the last rank has come, and of that what compute waits for; over steps. Of messages both ends.
+    seconds: Spread
+    exposed: Spread
 
 
 @dataclass(frozen=True)
@@ -180,6 +193,8 @@ class StepAnalysis:
     loss: float | None
     tokens_per_s: float | None
     peak_bytes: int
+    # Memory or a trace, in it or in the step before; or "".
+    slowed_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -227,7 +242,8 @@ class RunAnalysis:
     world_size: int
     num_ranks: int
     num_steps: int
-    # The first step is left out of everything but memory, the loss and the table of steps.
+    # The first step, and those that `StepAnalysis.slowed_by` names, are left out of everything but memory, the loss and
+    # the table of steps.
     warm_up_steps: int
     started_at: float
     clock_error_s: float
@@ -257,4 +273,6 @@ class RunAnalysis:
     memory: Timeline | None
     offload: Timeline | None
     utilization: Utilization
+    # A rank's, in a step: "copy out" and "copy in", beside compute or not.
+    copies: Mapping[str, Spread]
     notes: Sequence[str] = ()

@@ -49,6 +49,10 @@ class HostClock:
         """Since the run began; waits for the mark."""
         return float(mark) - self.zero_s
 
+    def behind_s(self, mark: Any) -> float | None:
+        """How long after the host the device came to a mark; None where the host computes itself."""
+        return None
+
     def when_done(self, work: dist.Work, note: Callable[[Any], None]) -> bool:
         """Calls `note` with a mark of the point at which a transfer is done, where that can be known.
 
@@ -83,6 +87,8 @@ class _Anchor:
 class _Mark(NamedTuple):
     event: torch.cuda.Event
     anchor: _Anchor
+    # The host's time just before it.
+    host_s: float
 
 
 class CudaClock(HostClock):
@@ -107,11 +113,11 @@ class CudaClock(HostClock):
         self._anchored_s = time.perf_counter()
 
     def mark(self) -> Any:
-        event = self._record()
         now = time.perf_counter()
+        event = self._record()
         if now - self._anchored_s > _ANCHOR_S:
             self._anchor, self._anchored_s = _Anchor(event, None, self._anchor), now
-        return _Mark(event, self._anchor)
+        return _Mark(event, self._anchor, now)
 
     def is_done(self, mark: Any) -> bool:
         return bool(mark.event.query())
@@ -120,6 +126,9 @@ class CudaClock(HostClock):
         mark.event.synchronize()
         since_s = mark.anchor.event.elapsed_time(mark.event) / 1000
         return mark.anchor.seconds() + float(since_s) - self.zero_s
+
+    def behind_s(self, mark: Any) -> float | None:
+        return self.seconds(mark) - (mark.host_s - self.zero_s)
 
     def when_done(self, work: dist.Work, note: Callable[[Any], None]) -> bool:
         # A stream of the clock's own waits, and has a mark behind that. Messages of NCCL have no future to ask.

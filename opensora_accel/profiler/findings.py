@@ -7,9 +7,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from opensora_accel.profiler.analysis import LATE_CAUSES, CongestedLink, RankAnalysis, RunAnalysis
+from opensora_accel.profiler.analysis import (
+    LATE_CAUSES,
+    AxisAnalysis,
+    CongestedLink,
+    RankAnalysis,
+    RunAnalysis,
+)
+from opensora_accel.profiler.match_calls import SMALL_BYTES
 
 # What loses less of the step than this is not worth a line.
 MIN_SHARE = 0.02
@@ -25,6 +32,10 @@ MORE_COMPUTE = (
 PEAK_SHARE = 0.03
 # Tokens that are dealt out are within 1.05.
 MASK_IMBALANCE = 1.1
+# All ranks' waiting for data, and the device's for the host, stand out from this share of the step.
+DATA_SHARE, HOST_SHARE = 0.05, 0.1
+# What lies free between pieces in use, of all that the allocator has.
+FRAGMENTED_SHARE = 0.1
 # A rank is late as a rule in this share of the steps.
 AS_A_RULE = 0.5
 
@@ -34,6 +45,13 @@ _HIDE = {
     "ulysses": "set overlap_ulysses=True, which sends under the projections, or use fewer ulysses ranks",
     "tp": "keep tensor parallel ranks within one node, or use fewer",
     "dp_shard": "raise prefetch, so that parameters are gathered earlier, or use zero2, which gathers them once",
+}
+_MORE_DATA = "give the loader more workers or a longer prefetch, or encode the clips before the run"
+_FEWER_MESSAGES = {
+    "ring": "use fewer ring ranks, so that each passes more keys and values on at once",
+    "ulysses": "use fewer ulysses ranks, or overlap_ulysses=False, which sends all heads in one call",
+    "tp": "use fewer tensor parallel ranks, or a larger micro-batch",
+    "dp_shard": "shard larger blocks at once, over fewer ranks, or use zero2, which gathers parameters once",
 }
 _HIDE_GRADIENTS = (
     "accumulate gradients over several microbatches, or let the reduction begin under backward (DDP and FSDP2 do; a "
@@ -45,8 +63,8 @@ _HIDE_GRADIENTS = (
 class Finding:
     """One thing that stands out."""
 
-    # slow data, imbalance, straggler, slow network, uneven mask, exposed communication, congested link, low ratio,
-    # memory peak
+    # slow data, host-bound, imbalance, straggler, slow network, uneven mask, exposed communication, small messages,
+    # congested link, slow link, low ratio, memory peak, fragmentation
     kind: str
     text: str
     remedy: str
@@ -61,13 +79,22 @@ def findings_of(run: RunAnalysis) -> list[Finding]:
     """All that stands out, by the share of the step that it costs."""
     looks: tuple[Callable[[RunAnalysis], Iterator[Finding]], ...] = (
         _late_ranks,
+        _all_wait_for_data,
+        _host_bound,
         _uneven_masks,
         _congestion,
+        _small_messages,
         _exposed,
         _ratio,
         _optimizer_peak,
+        _fragmentation,
     )
-    findings = [finding for look in looks for finding in look(run)]
+    # Nothing costs more than the step: what runs at once on several links is counted on each.
+    findings = [
+        replace(finding, share=min(1.0, finding.share), seconds=min(run.mean_step_s, finding.seconds))
+        for look in looks
+        for finding in look(run)
+    ]
     return sorted(findings, key=lambda finding: -finding.share)
 
 
@@ -93,10 +120,7 @@ def _late_ranks(run: RunAnalysis) -> Iterator[Finding]:
         if cause == "data":
             kind = "slow data"
             text = f"{often}: it waited {worst.data_s:.3g} s for data, {behind:.3g} s more than the median{others}"
-            remedy = (
-                "give its loader more workers or a longer prefetch, look at its disk and host, or encode the clips "
-                "before the run"
-            )
+            remedy = f"{_MORE_DATA}, or look at its disk and host"
         elif cause == "network":
             kind = "slow network"
             text = f"{often}: it waited {worst.network_s:.3g} s for its own transfers, {behind:.3g} s more{others}"
@@ -121,6 +145,37 @@ def _late_ranks(run: RunAnalysis) -> Iterator[Finding]:
             remedy = "look at what else runs on its host in those steps (the table of steps names them), and at saves"
         ranks = tuple(rank.rank for rank in late)
         yield Finding(kind, text, remedy, behind / run.mean_step_s, behind, ranks)
+
+
+def _all_wait_for_data(run: RunAnalysis) -> Iterator[Finding]:
+    """What the median rank waits; what one waits beyond it is that rank's."""
+    waited = statistics.median(rank.data_s for rank in run.ranks)
+    if waited < DATA_SHARE * run.mean_step_s:
+        return
+    who = "every rank waits" if len(run.ranks) > 1 else "the rank waits"
+    yield Finding(
+        "slow data",
+        f"{who} for data: {waited:.3g} s of every step ({waited / run.mean_step_s:.0%})",
+        f"{_MORE_DATA}; measure what the disk or the network file system gives to all ranks at once",
+        waited / run.mean_step_s,
+        waited,
+    )
+
+
+def _host_bound(run: RunAnalysis) -> Iterator[Finding]:
+    known = [rank.host_bound_s for rank in run.ranks if rank.host_bound_s is not None]
+    starved = statistics.median(known) if known else 0.0
+    if starved < HOST_SHARE * run.mean_step_s:
+        return
+    yield Finding(
+        "host-bound",
+        f"the device waits for the host in {starved:.3g} s of every step ({starved / run.mean_step_s:.0%}): kernels "
+        "are so small that it has done them as soon as they are started",
+        "compile the blocks, use a fused optimizer (fused=True), give each rank more tokens (fewer sequence ranks, a "
+        "larger micro-batch), use fewer mlp_chunks, and read nothing from the device within the step (.item(), print)",
+        starved / run.mean_step_s,
+        starved,
+    )
 
 
 def _where_behind(run: RunAnalysis, rank: RankAnalysis) -> str:
@@ -167,9 +222,11 @@ def _congestion(run: RunAnalysis) -> Iterator[Finding]:
     for axis, links in worst.items():
         link = links[0]
         to = f"to rank {link.peer}" if link.peer is not None else "in its group"
+        is_between = _is_between_nodes(run, link)
         others = f"; {len(links) - 1} more links are in the table" if len(links) > 1 else ""
         text = (
-            f"the {axis or 'unnamed'} link of rank {link.rank} {to} is congested: {link.calls:,} calls in "
+            f"the {axis or 'unnamed'} link of rank {link.rank} {to} is {'congested' if is_between else 'slow'}: "
+            f"{link.calls:,} calls in "
             f"{link.steps} of "
             f"{run.num_steps} steps were slower than half of the median, at {link.bytes_per_s / 1e9:.3g} "
             "GB/s instead of "
@@ -179,12 +236,51 @@ def _congestion(run: RunAnalysis) -> Iterator[Finding]:
             "measure the link with opensora-accel doctor on both hosts; look for other jobs on the switch "
             "and for a card "
             "or cable that fell back to a lower rate; lay the mesh so that this axis stays within a node"
+            if is_between
+            else "measure the link with opensora-accel doctor; both ranks are on one machine, so look at what else "
+            "runs there, at the slot's width (PCIe) and at errors of NVLink"
         )
         ranks = (link.rank,) if link.peer is None else (link.rank, link.peer)
         # Part of it may have been hidden.
         exposed = max((each.exposed_transfer_s for each in run.axes if each.axis == axis), default=0.0)
         cost = min(link.lost_s, exposed)
-        yield Finding("congested link", text, remedy, cost / run.mean_step_s, cost, ranks, axis)
+        yield Finding(
+            "congested link" if is_between else "slow link",
+            text,
+            remedy,
+            cost / run.mean_step_s,
+            cost,
+            ranks,
+            axis,
+        )
+
+
+def _is_between_nodes(run: RunAnalysis, link: CongestedLink) -> bool:
+    """Within a machine no switch is shared with others. Ranks whose machine is not known are on one."""
+    hosts = {rank.rank: rank.host for rank in run.ranks}
+    ends = [link.rank, link.peer] if link.peer is not None else list(hosts)
+    return len({hosts.get(rank, "") for rank in ends}) > 1
+
+
+def _small_messages(run: RunAnalysis) -> Iterator[Finding]:
+    for axis in run.axes:
+        cost = axis.small_exposed_s
+        if cost < MIN_SHARE * run.mean_step_s:
+            continue
+        name = axis.axis or "communication of no named axis"
+        yield Finding(
+            "small messages",
+            f"{name} sends {axis.small_calls:,.0f} of its {axis.calls:,.0f} calls "
+            f"a step in messages of less than {SMALL_BYTES >> 10} KiB, in which latency counts and not bandwidth: "
+            f"{cost:.3g} s of every step ({cost / run.mean_step_s:.0%}) compute waits for them",
+            _FEWER_MESSAGES.get(
+                axis.axis, "send more at once: larger buckets of gradients, sums of metrics together"
+            ),
+            cost / run.mean_step_s,
+            cost,
+            (),
+            axis.axis,
+        )
 
 
 def _congested_axes(run: RunAnalysis) -> set[str]:
@@ -196,7 +292,7 @@ def _exposed(run: RunAnalysis) -> Iterator[Finding]:
         exposed, share = axis.exposed_transfer_s, axis.exposed_transfer_share
         # The finding of a congested link reports this part already.
         congested = max((link.lost_s for link in run.congestion if link.axis == axis.axis), default=0.0)
-        left = max(0.0, exposed - congested)
+        left = max(0.0, exposed - congested - _told_as_small(run, axis))
         of_step = left / run.mean_step_s
         if share is None or share * left < EXPOSED_SHARE * exposed or of_step < EXPOSED_OF_STEP:
             continue
@@ -208,10 +304,16 @@ def _exposed(run: RunAnalysis) -> Iterator[Finding]:
         yield Finding("exposed communication", text, remedy, of_step, left, (), axis.axis)
 
 
+def _told_as_small(run: RunAnalysis, axis: AxisAnalysis) -> float:
+    return axis.small_exposed_s if axis.small_exposed_s >= MIN_SHARE * run.mean_step_s else 0.0
+
+
 def _ratio(run: RunAnalysis) -> Iterator[Finding]:
     ratio = run.compute_to_communication
     # What its most exposed axis costs, of those that no other finding names.
-    named = _congested_axes(run) | {finding.axis for finding in _exposed(run)}
+    named = _congested_axes(run) | {
+        finding.axis for look in (_exposed, _small_messages) for finding in look(run)
+    }
     exposed = max((axis.exposed_transfer_s for axis in run.axes if axis.axis not in named), default=0.0)
     if ratio is None or ratio >= MIN_RATIO:
         return
@@ -241,6 +343,27 @@ def _optimizer_peak(run: RunAnalysis) -> Iterator[Finding]:
         "use a fused optimizer (fused=True) or foreach=False, which makes no temporary copies of all "
         "parameters; shard its "
         "state (sharding='zero2'); free what is not needed before the step",
+        0.0,
+        0.0,
+        (worst.rank,),
+    )
+
+
+def _fragmentation(run: RunAnalysis) -> Iterator[Finding]:
+    def share(rank: RankAnalysis) -> float:
+        peak = rank.peak
+        return (peak.fragmented_bytes or 0) / peak.reserved_bytes if peak and peak.reserved_bytes else 0.0
+
+    worst = max(run.ranks, key=share)
+    if share(worst) < FRAGMENTED_SHARE or worst.peak is None:
+        return
+    free, held = (size or 0 for size in (worst.peak.fragmented_bytes, worst.peak.reserved_bytes))
+    yield Finding(
+        "fragmentation",
+        f"memory is in pieces: of {held / 2**30:.3g} GiB that the allocator has on rank {worst.rank}, "
+        f"{free / 2**30:.3g} GiB ({share(worst):.0%}) lie free between tensors, where nothing larger fits",
+        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, use clips of fewer sizes, and let the first step have "
+        "the largest one",
         0.0,
         0.0,
         (worst.rank,),

@@ -23,6 +23,7 @@ from opensora_accel.profiler.analysis import (
     CongestedCall,
     CongestedLink,
     KindAnalysis,
+    Spread,
 )
 from opensora_accel.profiler.intervals import length_of_columns
 from opensora_accel.profiler.rank_summary import (
@@ -35,6 +36,8 @@ from opensora_accel.profiler.rank_summary import (
 
 # A call is congested if its bandwidth is under this share of the median of its kind.
 CONGESTED_SHARE = 0.5
+# Of a message of so many bytes latency takes as long as the bytes: 5 µs at 25 GB/s.
+SMALL_BYTES = 1 << 17
 
 # Seconds of many calls.
 Column = NDArray[np.float64]
@@ -88,9 +91,12 @@ class MatchedCalls:
 
 
 def match_calls(
-    ranks: Sequence[RankSummary], summaries: Sequence[Mapping[int, StepSummary]], counted: Sequence[int]
+    ranks: Sequence[RankSummary],
+    summaries: Sequence[Mapping[int, StepSummary]],
+    counted: Sequence[int],
+    unmatched: set[str],
 ) -> dict[tuple[int, int], MatchedCalls]:
-    """By place in `ranks` and step."""
+    """By place in `ranks` and step; `unmatched` gets the names of groups whose calls cannot be laid side by side."""
     columns: dict[tuple[int, int], list[tuple[Calls, Column]]] = defaultdict(list)
     place = {rank.run.rank: i for i, rank in enumerate(ranks)}
     groups = {
@@ -104,10 +110,12 @@ def match_calls(
         for number in counted:
             calls = [summaries[i][number].calls.get(group) or Calls() for i in there]
             together = len(there) == len(members) and _same_calls(calls)
-            # Calls that cannot be matched count as if nobody had come late.
+            # Of calls that cannot be matched nobody knows what was the network's: none of it is said to be.
             arrivals = np.max([each.starts for each in calls], axis=0) if together else None
+            if not together and any(each.which for each in calls):
+                unmatched.add(group)
             for i, each in zip(there, calls, strict=True):
-                ready = np.asarray(each.starts) if arrivals is None else arrivals
+                ready = np.asarray(each.ends) if arrivals is None else arrivals
                 columns[i, number].append((each, ready))
     return {
         (i, number): MatchedCalls.of(rank.run.rank, columns[i, number])
@@ -135,7 +143,7 @@ def axes_of(
     ranks: Sequence[RankSummary], matched: Mapping[tuple[int, int], MatchedCalls], num_steps: int
 ) -> list[AxisAnalysis]:
     """The axes by the bytes that they sent. Calls that run at the same time take that time once."""
-    sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * 6)
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * 8)
     for calls in matched.values():
         num_calls_of = np.bincount(calls.which, minlength=len(calls.kinds)).tolist()
         axes = [kind.axis for kind in calls.kinds]
@@ -146,15 +154,18 @@ def axes_of(
                 if kind.axis == axis:
                     of_axis[0] += times
                     of_axis[1] += times * kind.sent_bytes
+                    of_axis[6] += times * (_size(kind) < SMALL_BYTES)
             ends = calls.ends[chosen]
             of_axis[2] += length_of_columns(calls.starts[chosen], ends)
             of_axis[3] += length_of_columns(calls.ready[chosen], ends)
             of_axis[4] += length_of_columns(ends - calls.exposed[chosen], ends)
             of_axis[5] += calls.exposed_transfer_s(chosen)
+            is_small = np.array([_size(kind) < SMALL_BYTES for kind in calls.kinds])[calls.which]
+            of_axis[7] += calls.exposed_transfer_s(chosen & is_small)
     links = {axis: speed for rank in ranks for axis, speed in rank.run.link_bytes_per_s.items()}
     rows = []
     for axis in sorted(sums, key=lambda axis: -sums[axis][1]):
-        num_calls, sent, seconds, transfer, exposed, exposed_transfer = (
+        num_calls, sent, seconds, transfer, exposed, exposed_transfer, small_calls, small_exposed = (
             value / len(ranks) / num_steps for value in sums[axis]
         )
         rows.append(
@@ -171,6 +182,8 @@ def axes_of(
                 bytes_per_s=sent / seconds if seconds > 0 else None,
                 transfer_bytes_per_s=sent / transfer if transfer > 0 else None,
                 link_bytes_per_s=links.get(axis),
+                small_calls=small_calls,
+                small_exposed_s=small_exposed,
             )
         )
     return rows
@@ -183,15 +196,37 @@ def kinds_of(
     calls: Counter[tuple[str, str]] = Counter()
     sent: Counter[tuple[str, str]] = Counter()
     steps: dict[tuple[str, str], set[int]] = defaultdict(set)
+    # By step: sums over ranks.
+    transfers: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+    exposed: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
     for (_, number), of_rank in matched.items():
         num_calls_of = np.bincount(of_rank.which, minlength=len(of_rank.kinds)).tolist()
         for each, times in zip(of_rank.kinds, num_calls_of, strict=True):
             calls[each.axis, each.kind] += times
             sent[each.axis, each.kind] += times * each.sent_bytes
             steps[each.axis, each.kind].add(number)
+        for name in dict.fromkeys((each.axis, each.kind) for each in of_rank.kinds):
+            # The two ends of a message take the same time.
+            ends = MESSAGES if name[1] in MESSAGES else (name[1],)
+            is_of_name = np.array([each.axis == name[0] and each.kind in ends for each in of_rank.kinds])
+            chosen = is_of_name[of_rank.which]
+            transfers[name][number] += length_of_columns(of_rank.ready[chosen], of_rank.ends[chosen])  # type: ignore[assignment]
+            exposed[name][number] += of_rank.exposed_transfer_s(chosen)  # type: ignore[assignment]
+    all_steps = sorted({number for _, number in matched})
+
+    def spread(seconds: Mapping[int, float]) -> Spread:
+        return Spread.of([seconds.get(number, 0.0) / num_ranks for number in all_steps])
+
     per_step = num_ranks * num_steps
     return [
-        KindAnalysis(*name, calls[name] / per_step, sent[name] / per_step, len(steps[name]))
+        KindAnalysis(
+            *name,
+            calls[name] / per_step,
+            sent[name] / per_step,
+            len(steps[name]),
+            spread(transfers[name]),
+            spread(exposed[name]),
+        )
         for name in sorted(calls, key=lambda name: (-sent[name], name))
     ]
 
@@ -225,7 +260,8 @@ def congested_calls(matched: Mapping[tuple[int, int], MatchedCalls]) -> list[Con
             is_received = kind.kind in MESSAGES and tells_senders
             num_bytes = kind.received_bytes if is_received else kind.sent_bytes
             sender, receiver = (kind.peer, calls.rank) if is_received else (calls.rank, kind.peer)
-            if sender is None or not num_bytes:
+            # Of a small message latency is the most, and that varies by itself.
+            if sender is None or num_bytes < SMALL_BYTES:
                 continue
             call = CongestedCall(
                 step=step,
@@ -244,6 +280,10 @@ def congested_calls(matched: Mapping[tuple[int, int], MatchedCalls]) -> list[Con
             if name not in worst or worst[name].seconds < seconds:
                 worst[name] = call
     return sorted(worst.values(), key=lambda call: (call.median_s - call.seconds, call.step, call.rank))
+
+
+def _size(kind: CallKind) -> int:
+    return max(kind.sent_bytes, kind.received_bytes)
 
 
 def _medians(kinds: NDArray[np.intp], seconds: Column, num_kinds: int) -> Column:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from opensora_accel.profiler.intervals import exposed_seconds, length
 from opensora_accel.profiler.records import (
     MaskedAttention,
     MemorySample,
@@ -89,6 +90,11 @@ class StepSummary:
     calls: dict[str, Calls]
     sent_to: dict[int, int]
     masks: Sequence[MaskedAttention]
+    # Seconds in which copies ran, by region, beside compute or not.
+    copies_s: Mapping[str, float]
+    # In which the device waited for the host's next kernel; None where that is not known.
+    host_bound_s: float | None
+    slowed_by: str
 
     @property
     def seconds(self) -> float:
@@ -179,7 +185,22 @@ def summarise_step(record: StepRecord, beside_compute: Sequence[str] = ()) -> St
         calls=dict(groups),
         sent_to=dict(sent_to),
         masks=record.masks,
+        copies_s={
+            region: length((span.start_s, span.end_s) for span in record.spans if span.region == region)
+            for region in COPIES
+        },
+        host_bound_s=_host_bound_s(record),
+        slowed_by=record.slowed_by,
     )
+
+
+def _host_bound_s(record: StepRecord) -> float | None:
+    """Where the device was starved while the host neither read nor saved, and no call was waited for."""
+    if record.starved is None:
+        return None
+    waits = [(call.end_s - call.exposed_s, call.end_s) for call in record.calls if call.exposed_s > 0]
+    reads = [(span.start_s, span.end_s) for span in record.spans if span.region in ("data", "encode", "save")]
+    return exposed_seconds([*waits, *reads], record.starved)
 
 
 def _ns(seconds: float) -> int:

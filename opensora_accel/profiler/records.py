@@ -17,6 +17,7 @@ What the numbers of a step mean:
             is what compute waited for it.
     memory  live bytes by kind, whenever the sum has changed enough to be seen in a picture, and at its peak.
     masks   what this rank computed of masks whose pairs ranks share.
+    starved where the device had done all that the host had given it, and so waited for the next kernel.
 """
 
 from __future__ import annotations
@@ -125,6 +126,10 @@ class StepRecord:
     calls: Sequence[CommunicationCall] = ()
     memory: Sequence[MemorySample] = ()
     masks: Sequence[MaskedAttention] = ()
+    # [start, end) each; None where that is not known, as on a CPU.
+    starved: Sequence[tuple[Seconds, Seconds]] | None = None
+    # What makes its times other than those of the run: that memory or a trace is followed, or was in the step before.
+    slowed_by: Name = ""
     type: Literal["step"] = "step"
 
     @property

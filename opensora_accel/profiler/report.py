@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from opensora_accel.files import replacing
+from opensora_accel.files import check_folder_of, replacing
+from opensora_accel.observe import Forecast, MeasuredParts
+from opensora_accel.profiler.against import against, text_of
 from opensora_accel.profiler.analyse import analyse
 from opensora_accel.profiler.compare import changes, settings_changed
 from opensora_accel.profiler.findings import findings_of
@@ -30,13 +32,19 @@ examples:
   opensora-accel report runs/a/profile                         writes runs/a/profile/report.html and report.json
   opensora-accel report runs/a/profile runs/b/profile --compare --out compared.html
                                                                side by side, with what changed, the most first
+  opensora-accel report runs/a/profile --against plan.json     beside the forecast of its plan
+  ... --correct my_hardware.json                               and writes hardware by which it would have been foreseen
   opensora-accel report runs/a                                 writes runs/a/run.html
 
 how to read the page: docs/profiling.md"""
 
 
 def write_report(
-    folders: Sequence[Path], out: Path, compare: bool = False, label: str = ""
+    folders: Sequence[Path],
+    out: Path,
+    compare: bool = False,
+    label: str = "",
+    against_plan: Path | None = None,
 ) -> dict[str, Any]:
     """Writes the page to `out` and its numbers beside it, with the ending .json; returns the numbers.
 
@@ -45,6 +53,7 @@ def write_report(
         out: a file that ends in .html.
         compare: show what changed from the first of two runs to the second.
         label: stands under the title.
+        against_plan: the file of a plan whose forecast, which lies beside it, the one run is held against.
 
     Raises:
         ValueError: a folder has no records, or they are damaged; comparing other than two; `out` is no .html.
@@ -60,6 +69,9 @@ def write_report(
     # Before the files are read, which takes a while.
     from opensora_accel.profiler.page import page
 
+    forecast = Forecast.of_plan(against_plan) if against_plan is not None else None
+    if forecast is not None and len(folders) != 1:
+        raise ValueError(f"--against is for one run, and there are {len(folders)}")
     runs = [analyse(folder) for folder in folders]
     names = [_distinct_name(folder, folders) for folder in folders]
     document: dict[str, Any] = {
@@ -76,6 +88,12 @@ def write_report(
     if compare:
         document["settings"] = [dataclasses.asdict(row) for row in settings_changed(*runs)]
         document["changes"] = [dataclasses.asdict(row) for row in changes(*runs)]
+    if forecast is not None and against_plan is not None:
+        document["against"] = dataclasses.asdict(against(runs[0], forecast, against_plan))
+        # Forms that are tuples have names in the page.
+        for row in document["against"]["rows"]:
+            if row["forecast"] is not None:
+                row["forecast"] = row["forecast"]._asdict()
     # As it is in the file: ranks that are names become text, tuples become lists.
     text = json.dumps(document, indent=1)
     document = json.loads(text)
@@ -98,8 +116,15 @@ def _distinct_name(folder: Path, folders: Sequence[Path]) -> str:
     return "/".join(parts[-length:])
 
 
-def main(arguments: Sequence[str]) -> int:
+# Writes a hardware file that is corrected by what was measured; a line for each correction.
+Correct = Callable[[Path, Forecast, MeasuredParts], list[str]]
+
+
+def main(arguments: Sequence[str], correct: Correct | None = None) -> int:
     """`opensora-accel report`; returns the exit status.
+
+    Args:
+        correct: what `--correct` does, which the planner knows.
 
     Raises:
         ValueError: an output of a training run is given with an option, or beside a folder that is none.
@@ -123,19 +148,33 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the page; by default RUN/report.html of the last run"
     )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="PLAN",
+        help="hold the run against the forecast that lies beside this plan",
+    )
+    parser.add_argument(
+        "--correct", type=Path, metavar="HARDWARE",
+        help="with --against: write a hardware file (.json) that is corrected by the run, for plan --hardware",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
+    if options.correct is not None:
+        if options.against is None:
+            raise ValueError("--correct follows from --against PLAN; give both")
+        check_folder_of(options.correct)
     of_training = [folder for folder in options.runs if is_run(folder)]
     if of_training:
-        if options.compare or options.out or len(of_training) < len(options.runs):
+        if options.compare or options.out or options.against or len(of_training) < len(options.runs):
             raise ValueError(
                 f"{of_training[0]} is the output of a training run, whose page is run.html in it; leave --compare, "
-                f"--out and profiles out, or give its profile, {of_training[0] / 'profile'}"
+                f"--out, --against and profiles out, or give its profile, {of_training[0] / 'profile'}"
             )
         for folder in of_training:
             print(f"the page: {write_run_page(folder)}")
         return 0
     out = options.out or options.runs[-1] / "report.html"
-    document = write_report(options.runs, out, options.compare)
+    document = write_report(options.runs, out, options.compare, against_plan=options.against)
     for run in document["runs"]:
         count = len(run["findings"])
         print(
@@ -143,5 +182,12 @@ def main(arguments: Sequence[str]) -> int:
         )
         for number, finding in enumerate(run["findings"], start=1):
             print(f"  {number}. {finding['text']}\n     try: {finding['remedy']}")
+    if "against" in document:
+        print(text_of(document["against"]))
+    if options.correct is not None and correct is not None:
+        parts = MeasuredParts(*document["against"]["measured"])
+        print(f"corrected in {options.correct}, for the next plan --hardware {options.correct}:")
+        for line in correct(options.correct, Forecast.of_plan(options.against), parts):
+            print(f"  {line}")
     print(f"the page: {out} ({out.stat().st_size / 1e6:.1f} MB); its numbers: {out.with_suffix('.json')}")
     return 0

@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ from opensora_accel.plan import Plan
 from opensora_accel.profiler.clock import agree, clock_for
 from opensora_accel.profiler.communication import Transfers
 from opensora_accel.profiler.findings import MIN_RATIO, MORE_COMPUTE
-from opensora_accel.profiler.intervals import length
+from opensora_accel.profiler.intervals import length, union
 from opensora_accel.profiler.memory import MemoryTimeline
 from opensora_accel.profiler.records import (
     CommunicationCall,
@@ -81,6 +82,10 @@ logger = logging.getLogger(__name__)
 _STEPS_BEFORE_WARNING = 10
 # Regions in which the device computes, or the host for it.
 _COMPUTE = ("block", "attention", "mlp", "optimizer", "encode")
+# They may run beside compute, whose place they do not tell.
+_BESIDE = ("copy out", "copy in", "save")
+# A device that comes to a mark so soon after the host had nothing else to do before it; an event takes some 10 µs.
+_CAUGHT_UP_S = 1e-4
 # Groups by which a call is named, the narrowest first; where two have the same ranks the first name counts.
 _GROUPS = ("ulysses", "ring", "tp", "dp_shard", "dp_replicate", "sequence", "tensor", "data", "mixed")
 
@@ -110,6 +115,7 @@ class _Step:
     transfers: list[Any]
     masks: Sequence[MaskedAttention]
     memory: Sequence[MemorySample] = ()
+    slowed_by: str = ""
 
 
 class profile:
@@ -168,6 +174,7 @@ class profile:
         self._waiting: deque[_Step] = deque()
         # Of the step that runs, by the mask.
         self._masks: dict[str, MaskedAttention] = {}
+        self._slowed_by = ""
         # Seconds of work and of a busy network in the steps after the first, until the ratio was reported.
         self._work_s = self._network_s = 0.0
 
@@ -225,6 +232,7 @@ class profile:
             self._close_all(now)
             masks, transfers = list(self._masks.values()), self._transfers.take()
             step = _Step(self._number, self._step_begin, now, metrics, self._spans, transfers, masks)
+            step.slowed_by = self._slowed_by
             self._spans, self._masks = [], {}
         was_looking = self._trace is not None or self._memory is not None
         self._end_looking(step)
@@ -240,10 +248,15 @@ class profile:
         self._begin_looking()
         # A trace takes seconds to begin and to write, which are of no step.
         is_looking = was_looking or self._trace is not None or self._memory is not None
+        if was_looking and not self._slowed_by:
+            # Caches are cold, and the allocator has other blocks.
+            self._slowed_by = "memory or a trace in the step before"
         self._step_begin = self._clock.mark() if is_looking else now
 
     def _begin_looking(self) -> None:
         """Begins what is asked for in the step that begins alone."""
+        looks = {"memory": self._memory_steps, "a trace": self._trace_steps}
+        self._slowed_by = " and ".join(what for what, steps in looks.items() if self._number in steps)
         if self._number in self._memory_steps:
             blocks = blocks_by_policy(self._model, self._policy)
             self._memory = MemoryTimeline(self._model, self._optimizer, blocks=list(blocks.values()))
@@ -363,7 +376,22 @@ class profile:
                 calls,
                 [each._replace(time_s=within(each.time_s)) for each in step.memory],
                 step.masks,
+                self._starved(step.spans),
+                step.slowed_by,
             )
+        )
+
+    def _starved(self, spans: Sequence[_Open]) -> list[tuple[float, float]] | None:
+        """Where the device had nothing left to do: between marks at both of which it had caught up with the host."""
+        marks = [mark for span in spans if span.region not in _BESIDE for mark in (span.begin, span.end)]
+        points = [(self._clock.seconds(mark), self._clock.behind_s(mark)) for mark in marks]
+        known = sorted((at, behind < _CAUGHT_UP_S) for at, behind in points if behind is not None)
+        if not known:
+            return None
+        return union(
+            (start, end)
+            for (start, is_caught_up), (end, is_still) in pairwise(known)
+            if is_caught_up and is_still
         )
 
     def _watch_ratio(
@@ -381,7 +409,8 @@ class profile:
             return
         if self._work_s < MIN_RATIO * self._network_s and (not dist.is_initialized() or dist.get_rank() == 0):
             logger.warning(
-                "compute : communication is %.2g : 1 over %d steps, under %g : 1: the network is the limit; %s",
+                "compute : communication is %.2g : 1 over %d steps, under %g : 1: the network is the limit, or "
+                "a rank that comes late; %s",
                 self._work_s / self._network_s,
                 step.number - self._first_step,
                 MIN_RATIO,

@@ -30,6 +30,12 @@ CASES = (
     "imbalance",
     "uneven mask",
     "congested link",
+    "slow link",
+    "all loaders slow",
+    "host-bound",
+    "tiny messages",
+    "fragmentation",
+    "after memory",
 )
 # The rank that a case is about, and its ring neighbour.
 BAD_RANK, BAD_PEER = 2, 3
@@ -38,6 +44,10 @@ _GIB = 1 << 30
 _KEYS_AND_VALUES = 64 << 20
 _GRADIENTS = 256 << 20
 _LINK = 20e9
+# A message of a few bytes, its time, and how many a block's MLP waits for.
+_TINY, _TINY_S, _NUM_TINY = 2048, 5e-5, 100
+# The step whose memory is followed in a case of its own; it and the next one are slower.
+FOLLOWED = 3
 # Pairs of queries and keys that the mean rank of a ring has in a block, and the bad one's of them.
 _PAIRS, _UNEVEN = 50_000_000, 1.75
 
@@ -56,6 +66,7 @@ class Rank:
     on_the_host: int = 0
     gradients: int = 0
     recomputation: int = 0
+    is_in_pieces: bool = False
 
     def take(self, seconds: float, region: str, name: str = "", phase: str = "") -> None:
         self.spans.append(Span(region, name, phase, self.now, self.now + seconds))
@@ -75,6 +86,8 @@ class Rank:
                     "communication": 2 * _KEYS_AND_VALUES,
                     "other": other,
                 },
+                reserved_bytes=12 * _GIB,
+                fragmented_bytes=3 * _GIB if self.is_in_pieces else _GIB // 8,
             )
         )
 
@@ -92,22 +105,47 @@ def write_run(
     assert case in CASES, case
     random_ = random.Random(seed)
     ring = 4 if num_ranks % 4 == 0 else num_ranks
-    ranks = [Rank(number) for number in range(num_ranks)]
-    writers = [RecordWriter(folder, _run(rank.number, num_ranks, ring, num_blocks, flops)) for rank in ranks]
+    ranks = [Rank(number, is_in_pieces=case == "fragmentation") for number in range(num_ranks)]
+    # Machines of eight ranks; where the network is congested, neighbours are on two.
+    host_of = (lambda number: number % 2) if case == "congested link" else (lambda number: number // 8)
+    writers = [
+        RecordWriter(folder, _run(rank.number, num_ranks, ring, num_blocks, flops, host_of(rank.number)))
+        for rank in ranks
+    ]
     for step in range(num_steps):
         starts = [rank.now for rank in ranks]
         for rank in ranks:
             rank.spans, rank.calls, rank.memory = [], [], []
-        _Step(case, ranks, ring, num_blocks, random_, slow=4.0 if step == 0 else 1.0).run()
+        slowed_by = ""
+        if case == "after memory" and step in (FOLLOWED, FOLLOWED + 1):
+            slowed_by = "memory" if step == FOLLOWED else "memory or a trace in the step before"
+        _Step(case, ranks, ring, num_blocks, random_, slow=4.0 if step == 0 or slowed_by else 1.0).run()
         for rank, start, writer in zip(ranks, starts, writers, strict=True):
             metrics = {"loss": 1.5 / (1 + 0.1 * step) + random_.gauss(0, 0.01), "tokens": 18900.0}
             attention = _attention(rank, ring, num_blocks) if case == "uneven mask" else []
             writer.step(
-                StepRecord(step, start, rank.now, metrics, rank.spans, rank.calls, rank.memory, attention)
+                StepRecord(
+                    step,
+                    start,
+                    rank.now,
+                    metrics,
+                    rank.spans,
+                    rank.calls,
+                    rank.memory,
+                    attention,
+                    _starved(rank, case),
+                    slowed_by,
+                )
             )
     for writer in writers:
         writer.close()
     return folder
+
+
+def _starved(rank: Rank, case: str) -> list[tuple[float, float]]:
+    """Of a device that is ahead of its host the MLPs; in any case what it waits for clips."""
+    regions = ("data", "mlp", "optimizer") if case == "host-bound" else ("data",)
+    return [(span.start_s, span.end_s) for span in rank.spans if span.region in regions]
 
 
 def _attention(rank: Rank, ring: int, num_blocks: int) -> list[MaskedAttention]:
@@ -118,7 +156,7 @@ def _attention(rank: Rank, ring: int, num_blocks: int) -> list[MaskedAttention]:
     return [MaskedAttention("a causal mask", num_blocks, pairs, float(_PAIRS * num_blocks))]
 
 
-def _run(number: int, num_ranks: int, ring: int, num_blocks: int, flops: bool) -> RunRecord:
+def _run(number: int, num_ranks: int, ring: int, num_blocks: int, flops: bool, host: int) -> RunRecord:
     first = number // ring * ring
     return RunRecord(
         rank=number,
@@ -128,7 +166,7 @@ def _run(number: int, num_ranks: int, ring: int, num_blocks: int, flops: bool) -
         plan=Plan(dp_replicate=num_ranks // ring, ring=ring, checkpoint="full", offload=0.5).to_dict(),
         model={"class": "SyntheticTransformer", "num_parameters": 268435456, "num_blocks": num_blocks},
         environment={
-            "host": f"node{number // 8}",
+            "host": f"node{host}",
             "device": "none: synthetic",
             "torch": "2.13",
             "backend": "none",
@@ -151,10 +189,14 @@ class _Step:
     num_blocks: int
     random: random.Random
     slow: float
+    _tiny_start: float = 0.0
 
     def run(self) -> None:
         for rank in self.ranks:
-            late = 0.3 if self.case == "slow data" and rank.number == BAD_RANK else 0.0
+            is_late = self.case == "all loaders slow" or (
+                self.case == "slow data" and rank.number == BAD_RANK
+            )
+            late = 0.3 if is_late else 0.0
             rank.take(self._about(0.01) + late, "data")
             rank.sample()
         for block in range(self.num_blocks):
@@ -202,6 +244,8 @@ class _Step:
             self._exchange(times)
         for rank, start, attention_start in zip(self.ranks, starts, attention_starts, strict=True):
             rank.spans.append(Span("attention", f"{name}.attn1", phase, attention_start, rank.now))
+            if self.case == "tiny messages":
+                self._tiny_messages(rank)
             rank.take(self._about(0.02) * times * self._share(rank), "mlp", f"{name}.ffn", phase)
             rank.spans.append(Span("block", name, phase, start, rank.now))
 
@@ -212,7 +256,11 @@ class _Step:
         for rank in self.ranks:
             target = self._neighbour(rank.number, 1)
             seconds = _KEYS_AND_VALUES / _LINK * (4.0 if self.case == "exposed ring" else 1.0)
-            if self.case == "congested link" and rank.number == BAD_RANK and target == BAD_PEER:
+            if (
+                self.case in ("congested link", "slow link")
+                and rank.number == BAD_RANK
+                and target == BAD_PEER
+            ):
                 seconds *= 6
             arrived.append(max(starts[rank.number], starts[target]) + self._about(seconds))
         for rank in self.ranks:
@@ -232,6 +280,20 @@ class _Step:
                     )
                 )
             rank.now = done
+
+    def _tiny_messages(self, rank: Rank) -> None:
+        """Sums of a few numbers, each of which is waited for; nobody comes late to them."""
+        group = [other.number for other in self.ranks]
+        start = max(other.now for other in self.ranks) if rank is self.ranks[0] else self._tiny_start
+        self._tiny_start = rank.now = start
+        to = {number: _TINY for number in group if number != rank.number}
+        for _ in range(_NUM_TINY):
+            begin, rank.now = rank.now, rank.now + _TINY_S
+            rank.calls.append(
+                CommunicationCall(
+                    "all-reduce", "mixed", "mixed", begin, rank.now, _TINY_S, sum(to.values()), to
+                )
+            )
 
     def _all_reduce(self) -> None:
         come = max(rank.now for rank in self.ranks)

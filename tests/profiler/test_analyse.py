@@ -20,7 +20,7 @@ from opensora_accel.profiler.records import (
     Span,
     StepRecord,
 )
-from tests.profiler.synthetic import BAD_PEER, BAD_RANK, CASES, write_run
+from tests.profiler.synthetic import BAD_PEER, BAD_RANK, CASES, FOLLOWED, write_run
 
 KIND_OF_CASE = {
     "slow data": "slow data",
@@ -29,6 +29,11 @@ KIND_OF_CASE = {
     "imbalance": "imbalance",
     "uneven mask": "uneven mask",
     "congested link": "congested link",
+    "slow link": "slow link",
+    "all loaders slow": "slow data",
+    "host-bound": "host-bound",
+    "tiny messages": "small messages",
+    "fragmentation": "fragmentation",
 }
 
 
@@ -147,7 +152,7 @@ def test_each_made_fault_is_named_and_nothing_else(tmp_path, case):
     if case == "exposed ring":
         assert found[0].axis == "ring" and "ring hides" in found[0].text
         assert [finding.kind for finding in found] == ["exposed communication", "low ratio"]
-    elif case == "congested link":
+    elif case in ("congested link", "slow link"):
         assert found[0].ranks == (BAD_RANK, BAD_PEER) and found[0].axis == "ring"
         assert {(call.rank, call.peer) for call in run.congested} == {(BAD_RANK, BAD_PEER)}
     elif case in ("slow data", "imbalance", "uneven mask"):
@@ -155,10 +160,80 @@ def test_each_made_fault_is_named_and_nothing_else(tmp_path, case):
         assert {step.slowest_rank for step in run.steps if not step.warm_up} == {BAD_RANK}
     elif case == "optimizer peak":
         assert "is in the optimizer" in found[0].text
+    elif case == "all loaders slow":
+        assert found[0].text.startswith("every rank waits for data: 0.3") and found[0].ranks == ()
+    elif case == "host-bound":
+        parts = {part.region: part.mean_s for part in run.parts if part.region in ("mlp", "optimizer")}
+        assert len(parts) == 2 and found[0].seconds == pytest.approx(
+            _seconds_of(run, "mlp", "optimizer"), rel=0.02
+        )
+    elif case == "tiny messages":
+        assert found[0].axis == "mixed" and "1,200 of its 1,201 calls" in found[0].text
+        assert found[0].seconds == pytest.approx(1200 * 5e-5)
+    elif case == "fragmentation":
+        assert "3 GiB (25%) lie free between tensors" in found[0].text
+    for finding in found:
+        assert 0 <= finding.share <= 1 and finding.share == pytest.approx(finding.seconds / run.mean_step_s)
     for rank in run.ranks:
         assert sum(part.mean_s for part in rank.parts) == pytest.approx(rank.mean_step_s, rel=1e-9)
         own = rank.data_s + rank.work_s + rank.network_s + rank.waited_s
         assert own == pytest.approx(rank.mean_step_s, rel=1e-9)
+
+
+def _seconds_of(run, *regions):
+    return sum(part.mean_s for part in run.parts if part.region in regions)
+
+
+def test_steps_of_memory_and_those_after_them_are_in_no_mean(tmp_path):
+    healthy = analyse(write_run(tmp_path / "healthy", num_steps=8))
+    run = analyse(write_run(tmp_path / "followed", "after memory", num_steps=8))
+    assert run.num_steps == 5 and healthy.num_steps == 7
+    assert run.mean_step_s == pytest.approx(healthy.mean_step_s, rel=0.01)
+    assert [step.step for step in run.steps if step.slowed_by] == [FOLLOWED, FOLLOWED + 1]
+    assert any("2 more step(s) are left out" in note for note in run.notes)
+
+
+def test_waiting_that_nobody_can_split_is_not_the_networks(tmp_path):
+    """Without one rank's file its group's calls cannot be laid side by side, and the others waited for it."""
+    write_run(tmp_path, "slow data", num_ranks=4)
+    whole = analyse(tmp_path)
+    (tmp_path / f"rank_{BAD_RANK:05d}.jsonl").unlink()
+    run = analyse(tmp_path)
+    assert whole.ranks[0].waited_s > 0.25
+    assert all(rank.network_s == 0 and rank.waited_s > 0.25 for rank in run.ranks)
+    assert [finding.kind for finding in findings_of(run)] == []
+    assert any("cannot be laid side by side" in note for note in run.notes)
+
+
+def test_small_messages_are_not_congested(tmp_path):
+    """Calls of 64 bytes whose time varies by a factor of ten, on two machines."""
+    for rank in (0, 1):
+        calls = (
+            [
+                CommunicationCall(
+                    "all-reduce", "mixed", "mixed", 0.1 * i, 0.1 * i + each, each, size, {1 - rank: size}
+                )
+                for i, each in enumerate((1e-3, 1e-3, 1e-3, 6e-2))
+            ]
+            if (size := 64)
+            else []
+        )
+        steps = [
+            StepRecord(
+                n,
+                float(n),
+                n + 1.0,
+                {},
+                [],
+                [c._replace(start_s=c.start_s + n, end_s=c.end_s + n) for c in calls],
+            )
+            for n in range(3)
+        ]
+        write(
+            tmp_path, rank, steps, world_size=2, groups={"mixed": [0, 1]}, environment={"host": f"node{rank}"}
+        )
+    run = analyse(tmp_path)
+    assert run.congested == [] and [finding.kind for finding in findings_of(run)] != ["congested link"]
 
 
 def test_ranks_that_stopped_or_are_missing_are_told(tmp_path):
