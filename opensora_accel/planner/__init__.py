@@ -12,7 +12,7 @@ from opensora_accel import lazy
 
 if TYPE_CHECKING:
     from opensora_accel.planner.candidates import Frozen, Residents
-    from opensora_accel.planner.jobs import Job, choose, plan_for
+    from opensora_accel.planner.jobs import Job, choose, choose_foreseen, plan_for
     from opensora_accel.planner.workload import Workload, workload_of_model
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Workload",
     "calibrate",
     "choose",
+    "choose_foreseen",
     "command",
     "correct",
     "plan_for",

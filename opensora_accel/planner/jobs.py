@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from opensora_accel.observe import Forecast
 from opensora_accel.plan import Plan
 from opensora_accel.planner.candidates import Candidate, Outcome, Request, Residents, describe
 from opensora_accel.planner.explain import explain
+from opensora_accel.planner.foresee import forecast_of
 from opensora_accel.planner.hardware import Hardware, this_machine
 from opensora_accel.planner.search import Show, search
 from opensora_accel.planner.workload import Workload, workload_of_model
@@ -37,7 +39,12 @@ JobOfConfig = Callable[[Path], Job]
 
 
 def choose(job: Job, world_size: int, hardware_name: str = "") -> Plan:
-    """The best Plan for a job; prints why. For `plan = "auto"` and `plan_for`.
+    """The best Plan for a job; prints why. As `choose_foreseen`."""
+    return choose_foreseen(job, world_size, hardware_name)[0]
+
+
+def choose_foreseen(job: Job, world_size: int, hardware_name: str = "") -> tuple[Plan, Forecast]:
+    """The best Plan for a job, and what is foreseen of it; prints why. For `plan = "auto"` and `plan_for`.
 
     Args:
         hardware_name: by default this machine. There the environment variable OPENSORA_ACCEL_HARDWARE names other
@@ -63,7 +70,7 @@ def choose(job: Job, world_size: int, hardware_name: str = "") -> Plan:
         raise ValueError(nothing_fits(outcome))
     print(f"the plan, of {len(outcome.candidates)} for {world_size} × {hardware.name}:")
     print(explain(outcome.best, outcome).text(), flush=True)
-    return outcome.best.plan
+    return outcome.best.plan, forecast_of(request, outcome.best)
 
 
 def plan_for(

@@ -276,7 +276,9 @@ class StepRecorder(DeviceBytes):
             mark = self._with_owner(mark, (*reads, *writes))
         block = self._index_of.get(mark.block or mark.owner)
         self.marks.append(mark)
-        region = self._modules[-1][0] if self._modules and mark.phase != "optimizer" else ""
+        # What is sent may be ready in one module, and be started in another one.
+        is_kernel = operation.kind in ("gemm", "attention", "memory") and mark.phase != "optimizer"
+        region = self._modules[-1][0] if self._modules and is_kernel else ""
         placed = {**operation.__dict__, "after": waits, "phase": mark.phase, "block": block, "region": region}
         self.operations.append(PlacedOperation(**placed))
         self._last[stream] = number

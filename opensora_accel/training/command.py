@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from opensora_accel.observe import Forecast
 from opensora_accel.plan import Plan
 from opensora_accel.training.config import (
     AUTO_PLAN,
@@ -38,6 +39,8 @@ class _Given(NamedTuple):
     config: TrainConfig
     # The plan is "auto", and the configurations have the default one in its place.
     wants_plan: bool
+    # Whose forecast may lie beside it; "" where no file has the plan.
+    plan_file: str = ""
 
 
 def main(
@@ -56,13 +59,15 @@ def main(
     given = _read(arguments)  # first: what is wrong in it is said before anything starts
     # A run that goes on has the plan that it was saved with.
     chooses = given.wants_plan and not given.config.resume
-    chosen = None
+    chosen, forecast = None, None
     if (
         chooses and os.environ.get("RANK", "0") == "0"
     ):  # before there is any group, which tracing a plan needs
         from opensora_accel.training import planned
 
-        chosen = planned.choose_plan(given.config)
+        chosen, forecast = planned.choose_plan(given.config)
+    elif given.plan_file and os.environ.get("RANK", "0") == "0":
+        forecast = _forecast_of(Path(given.plan_file))
     import torch.distributed as dist
 
     from opensora_accel.communications import MissingRankError, report_failure, waiting
@@ -79,7 +84,7 @@ def main(
                 plan = from_first_rank(lambda: chosen)
                 assert plan is not None, "the first rank has chosen"
                 given = given._replace(config=dataclasses.replace(given.config, plan=plan))
-            status = _train(*_resolve(given), profiling)
+            status = _train(*_resolve(given), profiling, forecast)
         has_failed = False
         return status
     except MissingRankError:
@@ -131,7 +136,7 @@ def _read(arguments: Sequence[str]) -> _Given:
     are not left to tyro.
     """
     file, resume, options = None, None, list[str]()
-    plan, wants_plan = None, False
+    plan, plan_file, wants_plan = None, "", False
     remaining = list(arguments)
     while remaining:
         argument = remaining.pop(0)
@@ -139,9 +144,9 @@ def _read(arguments: Sequence[str]) -> _Given:
         if name == "--plan":
             value = value if equals else remaining.pop(0) if remaining else ""
             if value == AUTO_PLAN:
-                wants_plan = True
+                wants_plan, plan_file = True, ""
             elif value.endswith(".json"):
-                plan = Plan.load(value)
+                plan, plan_file = Plan.load(value), value
             else:
                 raise ValueError(
                     f"--plan takes a file that `opensora-accel plan` wrote (.json), or {AUTO_PLAN}; a field is set as "
@@ -170,7 +175,18 @@ def _read(arguments: Sequence[str]) -> _Given:
     fields = [option.partition("=")[0] for option in options if option.startswith("--plan.")]
     if wants_plan and fields:
         raise ValueError(f'the plan is "{AUTO_PLAN}", which chooses {fields[0]} too; leave one of them out')
-    return _Given(file, options, config, wants_plan)
+    return _Given(file, options, config, wants_plan, plan_file)
+
+
+def _forecast_of(plan_file: Path) -> Forecast | None:
+    """What lies beside a plan. No training ends for a damaged one: it says so."""
+    if not Forecast.beside(plan_file).exists():
+        return None
+    try:
+        return Forecast.of_plan(plan_file)
+    except (ValueError, OSError) as error:
+        print(f"step times are not held against a forecast: {error}", flush=True)
+        return None
 
 
 def _with_options(config: TrainConfig, options: list[str]) -> TrainConfig:
@@ -189,7 +205,7 @@ def _with_options(config: TrainConfig, options: list[str]) -> TrainConfig:
 
 def _resolve(given: _Given) -> tuple[TrainConfig, Path | None, Record | None]:
     """The configuration of the run that goes on, its saved state and the record of that; None where it starts."""
-    file, options, config, _wants_plan = given
+    file, options, config, *_ = given
     # Where several ranks run, all of them agree on the saved state here.
     state = find_saved_state(config.resume, Path(config.output)) if config.resume else None
     if state is None:
@@ -224,6 +240,7 @@ def _train(
     folder: Path | None,
     record: Record | None,
     profiling: ProfileOptions | None,
+    forecast: Forecast | None = None,
 ) -> int:
     import torch
 
@@ -252,7 +269,7 @@ def _train(
             from_first_rank(lambda: move_aside(config))
         if is_first_rank():
             print(trainer.summary, flush=True)
-        losses = trainer.train(profiling)
+        losses = trainer.train(profiling, forecast)
     if is_first_rank():
         if len(losses) >= 2 * _SHOWN_STEPS:
             first, last = statistics.fmean(losses[:_SHOWN_STEPS]), statistics.fmean(losses[-_SHOWN_STEPS:])

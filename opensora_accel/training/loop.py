@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from opensora_accel.experimental import experiment
-from opensora_accel.observe import peak_of
+from opensora_accel.observe import Forecast, peak_of
 from opensora_accel.parallel_states import get_data_parallel_group, init_parallel, limit_waiting
 from opensora_accel.profiler import profile, write_run_page
 from opensora_accel.regions import region
@@ -35,7 +35,7 @@ from opensora_accel.training.encoding import Encoded, EncodedRows, Encoders
 from opensora_accel.training.expert import Expert
 from opensora_accel.training.kept import CaptionSource, EmbeddedCaptions, StoredCaptions, free_unused
 from opensora_accel.training.loaded import check_loaded, check_weights
-from opensora_accel.training.metrics import OffloadLog, Tracker, check_trackers, show_cache
+from opensora_accel.training.metrics import OffloadLog, StepTimes, Tracker, check_trackers, show_cache
 from opensora_accel.training.objective import Objective
 from opensora_accel.training.optim import check_schedule_free, set_numbers
 from opensora_accel.training.output import COMFYUI, CONFIG, LORAS, PROFILE, SAMPLES, write_text
@@ -58,7 +58,7 @@ from opensora_accel.training.sound import build_sound_codec, sound_shape
 from opensora_accel.training.stored import Stored, open_disk_cache
 from opensora_accel.training.text_encoders import build_text_encoder, train_tokenizer
 from opensora_accel.training.validation import CONTINUED, fixed_times, validation_losses
-from shardformer import parallelize, save_lora
+from shardformer import blocks_of, parallelize, save_lora
 from shardformer.comfyui import write_comfyui_lora
 from shardformer.engine import weight_dtype
 
@@ -188,12 +188,13 @@ class Trainer:
         """That of the model, or of the first expert."""
         return self.experts[0].state
 
-    def train(self, profiling: ProfileOptions | None = None) -> list[float]:
+    def train(self, profiling: ProfileOptions | None = None, forecast: Forecast | None = None) -> list[float]:
         """Trains to `config.steps` or until it is asked to stop, saves, samples; the loss of every step.
 
         Args:
             profiling: it is recorded where the time of so many steps went (`opensora_accel/profiler`), and the
                 training ends with them; then nothing is saved at its end, and nothing sampled.
+            forecast: of the plan; rank 0 tells it beside the step time.
 
         Raises:
             ValueError: ten steps in a row were skipped, or all of them.
@@ -229,6 +230,7 @@ class Trainer:
             write_text(self.output / CONFIG, json.dumps(dataclasses.asdict(self.config), indent=2) + "\n")
 
         from_first_rank(begin)
+        times = StepTimes.of(forecast, self.config.plan, len(blocks_of(self.state.model)))
         with tracker or nullcontext():
             with StopRequest() as stop, profiler or nullcontext(), self._watched():
                 while self.state.step < last:
@@ -242,6 +244,8 @@ class Trainer:
                         show_cache(self.disk_cache, self.output)
                         return losses
                     losses.append(metrics["loss"])
+                    if times is not None and profiler is None:
+                        times.add(seconds)
                     if profiler is not None:
                         # Its tokens are those of this rank.
                         profiler.step(**metrics | {"tokens": metrics["tokens"] / self.config.plan.sequence})

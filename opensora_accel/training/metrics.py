@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from opensora_accel.checkpoint import GLOBAL_ACTIVATION_MANAGER as MANAGER
 from opensora_accel.communications import gather_objects
 from opensora_accel.documents import read_text
+from opensora_accel.observe import Forecast, differences
+from opensora_accel.plan import Plan
 from opensora_accel.training.config import TrainConfig
 from opensora_accel.training.disk_cache import Counts, DiskCache
 from opensora_accel.training.output import METRICS, OFFLOAD, TENSORBOARD, write_text
@@ -254,6 +257,46 @@ class OffloadLog:
             "arena_bytes": MANAGER.arena.size_bytes if MANAGER.arena is not None else 0,
         }
         self._path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+class StepTimes:
+    """Step times beside what was foreseen of them, in one line after `SHOWN` steps, of which the first warms up."""
+
+    SHOWN = 20
+
+    def __init__(self, forecast: Forecast):
+        self._forecast = forecast
+        self._seconds: list[float] = []
+
+    @classmethod
+    def of(cls, forecast: Forecast | None, plan: Plan, num_blocks: int) -> StepTimes | None:
+        """None where there is no forecast; where it is of another plan or model, that is printed."""
+        if forecast is None:
+            return None
+        unlike = differences(forecast.plan, plan.to_dict())
+        if forecast.num_blocks != num_blocks:
+            unlike.append(f"blocks: {forecast.num_blocks} → {num_blocks}")
+        if unlike:
+            print(
+                f"step times are not held against the forecast, which is of another run: {', '.join(unlike)}",
+                flush=True,
+            )
+            return None
+        return cls(forecast)
+
+    def add(self, seconds: float) -> None:
+        """A step took so long."""
+        self._seconds.append(seconds)
+        if len(self._seconds) != self.SHOWN:
+            return
+        median, (low, expected, high) = statistics.median(self._seconds[1:]), self._forecast.step_s
+        line = (
+            f"a step takes {median:.3g} s (median of steps 2 to {self.SHOWN}); forecast {expected:.3g} s ({low:.3g} to "
+            f"{high:.3g}) on {self._forecast.hardware}: {median / expected:.2f} times as long as expected"
+        )
+        if not low <= median <= high:
+            line += "; `opensora-accel profile --against PLAN` tells where it differs"
+        print(line, flush=True)
 
 
 def show_cache(cache: DiskCache | None, output: Path) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from opensora_accel.observe import Forecast
 from opensora_accel.plan import Plan
-from opensora_accel.planner import Frozen, Job, Residents, Workload, choose
+from opensora_accel.planner import Frozen, Job, Residents, Workload, choose_foreseen
 from opensora_accel.training import configured
 from opensora_accel.training.classes import arguments_of
 from opensora_accel.training.codec import VideoVAE, build_codec
@@ -75,8 +76,10 @@ def job_of(config: TrainConfig) -> Job:
     )
 
 
-def choose_plan(config: TrainConfig) -> Plan:
-    """For `plan = "auto"`: the best that fits this machine, or a calibrated file of it. Call it before any group.
+def choose_plan(config: TrainConfig) -> tuple[Plan, Forecast]:
+    """For `plan = "auto"`: the best that fits this machine, or a calibrated file of it, and what is foreseen of it.
+
+    Call it before any group.
 
     On GPUs it computes in bf16.
 
@@ -86,7 +89,7 @@ def choose_plan(config: TrainConfig) -> Plan:
     job = job_of(config)
     if torch.cuda.is_available():
         job = dataclasses.replace(job, precision="bf16")
-    return choose(job, int(os.environ.get("WORLD_SIZE", "1")))
+    return choose_foreseen(job, int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def planned_sizes(config: TrainConfig) -> list[PlannedSize]:

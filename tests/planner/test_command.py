@@ -399,12 +399,15 @@ def test_the_trainer_takes_a_plans_file_or_has_one_chosen(tmp_path, monkeypatch)
     config, _, _ = training.parse(["--plan", str(tmp_path / "plan.json"), "--plan.mlp_chunks", "2"])
     assert config.plan == Plan(ulysses=2, checkpoint="full", mlp_chunks=2)
     started, chosen = [], Plan(dp_replicate=1, mlp_chunks=4)
-    monkeypatch.setattr(planned, "choose_plan", lambda config: chosen)
-    monkeypatch.setattr(training, "_train", lambda config, *_rest: started.append(config.plan) or 0)
+    forecast = object()
+    monkeypatch.setattr(planned, "choose_plan", lambda config: (chosen, forecast))
+    monkeypatch.setattr(
+        training, "_train", lambda config, *rest: started.append((config.plan, rest[-1])) or 0
+    )
     (tmp_path / "run.toml").write_text('plan = "auto"\n')
     for arguments in (["--plan", "auto"], ["--config", str(tmp_path / "run.toml")]):
         assert training.main(arguments) == 0
-    assert started == [chosen, chosen]
+    assert started == [(chosen, forecast)] * 2
 
 
 def test_gpu_hours_and_cost_follow_from_the_steps_of_all_samples(stand_in, capsys):
@@ -426,7 +429,7 @@ def test_gpu_hours_and_cost_follow_from_the_steps_of_all_samples(stand_in, capsy
 def test_whether_it_fits_is_one_line_and_a_status(stand_in, capsys):
     assert run(*CLIP, *ON, *WRITTEN, "--brief") == 0
     line, written = capsys.readouterr().out.splitlines()
-    assert line.startswith("fits: ") and written == "wrote plan.json"
+    assert line.startswith("fits: ") and written.startswith("wrote plan.json, and")
     hardware = Hardware.named("h100x8-ib400")
     Hardware.from_dict({**json.loads(hardware.to_json()), "memory_bytes": 10**8}).save(
         stand_in / "small.json"

@@ -197,7 +197,7 @@ def test_what_cannot_be_written_is_told(pipelines, tmp_path, monkeypatch):
 def test_a_plan_that_is_chosen_on_gpus_computes_in_bf16(pipelines, monkeypatch):
     config, _ = written(pipelines("WanTransformer3DModel"))
     config, chosen = dataclasses.replace(config, plan=Plan()), []
-    monkeypatch.setattr(planned, "choose", lambda job, _world_size: chosen.append(job.precision))
+    monkeypatch.setattr(planned, "choose_foreseen", lambda job, _world_size: chosen.append(job.precision))
     for has_gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         planned.choose_plan(config)
