@@ -125,6 +125,8 @@ class Forecast:
     # Corrections that the hardware had: kernels by class, and collectives by `ForeseenCalls.group`.
     slowness: Mapping[Name, Amount] = field(default_factory=dict)
     collective_slowness: Mapping[Name, Amount] = field(default_factory=dict)
+    # What the host takes to start an operator, by the hardware's field.
+    host_s: Mapping[Name, Duration] = field(default_factory=dict)
 
     @staticmethod
     def beside(plan_file: Path) -> Path:

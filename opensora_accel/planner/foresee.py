@@ -187,6 +187,7 @@ def forecast_of(request: Request, candidate: Candidate, hardware_file: str = "")
         ],
         slowness=dict(hardware.slowness),
         collective_slowness=dict(hardware.collective_slowness),
+        host_s={"launch_s": hardware.launch_s, "sharded_launch_s": hardware.sharded_launch_s},
     )
 
 

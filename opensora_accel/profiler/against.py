@@ -201,7 +201,7 @@ def _kinds(run: RunAnalysis) -> dict[tuple[str, str], KindAnalysis]:
     return {
         (axes_named(each.axis, run.plan), each.kind): each
         for each in run.kinds
-        if each.kind not in ("recv", "barrier")
+        if each.kind not in ("recv", "barrier") and run.world_size > 1
     }
 
 
@@ -298,5 +298,8 @@ def _shown(value: float, unit: str) -> str:
     if unit == "calls":
         return f"{value:,.6g}"
     if unit == "bytes":
-        return f"{value / 2**20:,.4g} MiB"
+        for name, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+            if value >= size:
+                return f"{value / size:,.4g} {name}"
+        return f"{value:,.4g} B"
     return f"{value:.4g} s" if value >= 1 or not value else f"{value * 1e3:.4g} ms"
