@@ -11,7 +11,7 @@ records but what the profiler saw.
     exposed ring       keys and values travel over links of 20 MB/s            exposed communication, ring
     optimizer's peak   AdamW steps on copies of all weights at once            memory peak, in the optimizer
     imbalance          rank 1 gets clips of three times the frames             imbalance, rank 1
-    congested link     for a third of the steps one link has a fifth of that   congested link, from rank 0 to rank 1
+    congested link     for a third of the steps one link has a fifth of that   slow link, from rank 0 to rank 1
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ CASES = {
         Plan(ring=2),
         f"from step {CONGESTED_STEPS[0]} to {CONGESTED_STEPS[-1]} the link from rank 0 to rank 1 has a fifth of its "
         f"{LINK_BYTES_PER_S / 1e6:.0f} MB/s",
-        "congested link",
+        "slow link",  # on one machine
         (0, 1),
         "ring",
         link_bytes_per_s=LINK_BYTES_PER_S,

@@ -193,6 +193,21 @@ def test_steps_of_memory_and_those_after_them_are_in_no_mean(tmp_path):
     assert any("2 more step(s) are left out" in note for note in run.notes)
 
 
+def test_one_of_two_ranks_that_waits_is_not_all(tmp_path):
+    """The median of two is their mean."""
+    for rank, late_s in ((0, 0.0), (1, 0.6)):
+        steps = []
+        for n in range(3):
+            come = n + 0.39 + late_s
+            call = CommunicationCall(
+                "all-reduce", "mixed", "mixed", come, n + 1.0, n + 1 - come, 1 << 20, {1 - rank: 1 << 20}
+            )
+            steps.append(StepRecord(n, n, n + 1.0, {}, [Span("data", "", "", n, n + late_s)], [call]))
+        write(tmp_path, rank, steps, world_size=2, groups={"mixed": [0, 1]})
+    (found,) = findings_of(analyse(tmp_path))
+    assert found.kind == "slow data" and found.ranks == (1,)
+
+
 def test_waiting_that_nobody_can_split_is_not_the_networks(tmp_path):
     """Without one rank's file its group's calls cannot be laid side by side, and the others waited for it."""
     write_run(tmp_path, "slow data", num_ranks=4)
@@ -208,32 +223,21 @@ def test_waiting_that_nobody_can_split_is_not_the_networks(tmp_path):
 def test_small_messages_are_not_congested(tmp_path):
     """Calls of 64 bytes whose time varies by a factor of ten, on two machines."""
     for rank in (0, 1):
-        calls = (
-            [
+        steps = []
+        for number in range(3):
+            starts = [number + 0.1 * i for i in range(4)]
+            calls = [
                 CommunicationCall(
-                    "all-reduce", "mixed", "mixed", 0.1 * i, 0.1 * i + each, each, size, {1 - rank: size}
+                    "all-reduce", "mixed", "mixed", start, start + took, took, 64, {1 - rank: 64}
                 )
-                for i, each in enumerate((1e-3, 1e-3, 1e-3, 6e-2))
+                for start, took in zip(starts, (1e-3, 1e-3, 1e-3, 6e-2), strict=True)
             ]
-            if (size := 64)
-            else []
-        )
-        steps = [
-            StepRecord(
-                n,
-                float(n),
-                n + 1.0,
-                {},
-                [],
-                [c._replace(start_s=c.start_s + n, end_s=c.end_s + n) for c in calls],
-            )
-            for n in range(3)
-        ]
+            steps.append(StepRecord(number, float(number), number + 1.0, {}, [], calls))
         write(
             tmp_path, rank, steps, world_size=2, groups={"mixed": [0, 1]}, environment={"host": f"node{rank}"}
         )
     run = analyse(tmp_path)
-    assert run.congested == [] and [finding.kind for finding in findings_of(run)] != ["congested link"]
+    assert run.congested == [] and [finding.kind for finding in findings_of(run)] == ["small messages"]
 
 
 def test_ranks_that_stopped_or_are_missing_are_told(tmp_path):
