@@ -152,6 +152,7 @@ def test_a_correction_is_replaced_and_never_counted_twice(measured, monkeypatch,
         assert report("--correct", "mine.json") == 0
     first = Hardware.load("mine.json")
     assert first.collective_slowness["all-to-all 4/8"] == pytest.approx(2.0, rel=1e-3)
+    assert first.slowness["attention"] == pytest.approx(1.3, rel=0.01)
     # A forecast that has them, of a run that has become faster: counted from the figures again.
     _, forecast = planned(first)
     forecast.save(tmp_path / "plan.json")
