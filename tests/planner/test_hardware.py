@@ -25,6 +25,7 @@ def test_every_figure_of_a_device_says_where_it_is_from(name):
             "sources",
             "efficiencies",
             "collectives",
+            "collective_slowness",
             "crowding",
             "slowness",
             "between",
