@@ -179,7 +179,7 @@ class Reference:
         counts: dict[tuple[str, bool], Counter[Operation]] = defaultdict(Counter)
         for each in self.whole.operations:
             if each.kind in ("gemm", "attention", "memory"):
-                same = replace(each, after=(), block=None, stream="compute")
+                same = replace(each, after=(), block=None, region=None, stream="compute")
                 counts[each.phase, each.block is not None][same] += 1
         return dict(counts)
 

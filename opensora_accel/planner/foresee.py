@@ -24,7 +24,6 @@ from opensora_accel.observe import (
 )
 from opensora_accel.planner.cost import Placement, alone_s, collective_group, core_share, kernel_s
 from opensora_accel.planner.hardware import Hardware
-from opensora_accel.planner.recording import PlacedOperation
 from opensora_accel.planner.simulate import HOST, Timeline
 from opensora_accel.planner.trace import Operation, Trace
 
@@ -144,9 +143,8 @@ class StepParts:
 def _part_of(operation: Operation) -> _Key:
     if operation.phase == "optimizer":
         return "optimizer", "", ""
-    if isinstance(operation, PlacedOperation):
-        region = operation.region
-    else:
+    region = operation.region
+    if region is None:
         # A trace that knows no modules knows its attention.
         of_block = "" if operation.block is None else "block"
         region = "attention" if operation.kind == "attention" else of_block

@@ -63,14 +63,6 @@ from shardformer.policy import find_policy, has_policy
 
 
 @dataclass(frozen=True)
-class PlacedOperation(Operation):
-    """An operation that knows in which module of the model it ran, as the profiler's regions name them."""
-
-    # block, attention or mlp; "" outside of the blocks.
-    region: str = ""
-
-
-@dataclass(frozen=True)
 class Change:
     """Live bytes change while operation number `operation` runs, or after it and before the next one."""
 
@@ -279,8 +271,8 @@ class StepRecorder(DeviceBytes):
         # What is sent may be ready in one module, and be started in another one.
         is_kernel = operation.kind in ("gemm", "attention", "memory") and mark.phase != "optimizer"
         region = self._modules[-1][0] if self._modules and is_kernel else ""
-        placed = {**operation.__dict__, "after": waits, "phase": mark.phase, "block": block, "region": region}
-        self.operations.append(PlacedOperation(**placed))
+        placed = replace(operation, after=waits, phase=mark.phase, block=block, region=region)
+        self.operations.append(placed)
         self._last[stream] = number
         for tensor in writes:
             address = _address(tensor)
