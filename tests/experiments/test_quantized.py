@@ -168,6 +168,7 @@ def base(tmp_path):
 MESHES = [*SHARDED, Plan(ulysses=2, checkpoint="selective"), Plan(ring=2, sharding="zero3", cpu_offload=True)]
 
 
+@PROVE
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", some(["nf4", "int8"]))
 @pytest.mark.parametrize("adapter", some(["lora", "dora", "lokr"]))

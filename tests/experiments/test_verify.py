@@ -137,6 +137,7 @@ def step_with_wrong_blocks(model, run):
         return step(model, run)
 
 
+@PROVE
 @pytest.mark.parametrize(
     "name",
     some(["all", "copies", "whole copies", "two levels", "all-reduce by node"], "all"),

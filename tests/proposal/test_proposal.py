@@ -15,7 +15,7 @@ from opensora_accel.proposal.propose import MESHES, _reason, _Step
 from opensora_accel.verify import verify
 from shardformer.policy import FAMILIES, counts, find_policy, tables_of
 from shardformer.policy.base import GatherOutput, JointAttention, Policy, SplitInput
-from tests.tiers import some
+from tests.tiers import PROVE, some
 from tests.video_models import CASES
 
 # Separate and joined text, positions in blocks, beside them and inside attention, packed kernels, times of tokens.
@@ -66,6 +66,7 @@ def attention_of(policy):
     }
 
 
+@PROVE
 @pytest.mark.filterwarnings("ignore:In CPU autocast", "ignore:CPU Autocast")  # Mochi
 @pytest.mark.parametrize("name", some(KNOWN, "HunyuanVideo, its authors'"))
 def test_a_known_models_policy_is_found_again(ranks, name):
@@ -110,6 +111,7 @@ def short_caption():
     return {name: value for name, value in inputs(KANDINSKY).items() if name != "attention_mask"}
 
 
+@PROVE
 def test_what_a_transport_says_is_no_reason(ranks):
     report = verify(_Step(OF_THE_CAPTION, short_caption), partial(make, KANDINSKY), MESHES[:1], pool=ranks)
     said = " ".join(text for mesh in report.results for text in mesh.errors.values())

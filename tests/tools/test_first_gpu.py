@@ -92,6 +92,7 @@ def test_a_stage_that_would_take_all_time_leaves_some_to_those_after_it(tmp_path
     assert found["claim of holds"][0] == HELD
 
 
+@PROVE
 @pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGINT]))
 def test_a_run_that_is_stopped_reports_what_there_is(tmp_path, number):
     program = (

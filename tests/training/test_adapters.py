@@ -213,6 +213,7 @@ FORMS_OF_KINDS = [
 ]
 
 
+@PROVE
 @pytest.mark.parametrize("plan", some([Plan(ulysses=2), Plan(), PLANS[2]]), ids=str)
 @pytest.mark.parametrize(("kind", "form"), FORMS_OF_KINDS)
 def test_a_run_goes_on_from_an_adapter(ranks, clips, exported_as, tmp_path, kind, form, plan):
@@ -307,6 +308,7 @@ def kept_as_it_is(config):
     return found, (with_them - without).square().mean().item(), after.item()
 
 
+@PROVE
 @pytest.mark.parametrize("kind", some(KINDS, "lora", "dora"))
 def test_adapters_change_nothing_of_regularisation(ranks, clips, base, tmp_path, with_others, kind):
     plan = Plan(precision="fp64")

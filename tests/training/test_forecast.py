@@ -8,6 +8,7 @@ from opensora_accel.observe import Forecast
 from opensora_accel.plan import Plan
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.training.metrics import StepTimes
+from tests.tiers import PROVE
 
 
 @pytest.fixture
@@ -24,6 +25,7 @@ def lines(told, word):
     return [line for line in told.splitlines() if word in line]
 
 
+@PROVE
 def test_one_line_after_twenty_steps(planned, config_file, run, tmp_path):
     status, told = run("train", "--config", config_file, "--plan", planned, "--steps", 21)
     assert status == 0

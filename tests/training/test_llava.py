@@ -208,6 +208,7 @@ def changes_of(kind):
     return {"model.class_name": NAME, "model.config": dict(KINDS[kind].tiny), **FIRST}
 
 
+@PROVE
 @pytest.mark.parametrize(
     "degrees", some([{"ulysses": 3}, {"ring": 2}, {"dp_shard": 2, "sharding": "zero3"}]), ids=str
 )

@@ -17,7 +17,7 @@ from opensora_accel.training.adapters import _Read
 from opensora_accel.training.loop import Trainer
 from opensora_accel.training.saved_state import load, read_record
 from opensora_accel.weights import Stored
-from tests.tiers import some
+from tests.tiers import PROVE, some
 from tests.training.runs import lora_config, save_tiny_wan, tiny_config
 
 SHARDED = Plan(dp_shard=2, sharding="FULL_SHARD")
@@ -193,6 +193,7 @@ def test_a_weight_of_a_folder_that_is_another_is_named(ranks, clips, tmp_path, n
         )
 
 
+@PROVE
 def test_an_adapter_that_is_another_is_named(ranks, clips, tmp_path):
     base = save_tiny_wan(tmp_path / "base")
     ranks(2, trained, lora_config(clips, base, tmp_path / "first", SHARDED, steps=1))

@@ -316,6 +316,7 @@ def test_weights_for_references_are_named_so(folder, tmp_path):
     check_recipe(RECIPE, config_from_dict(values, "the test"))
 
 
+@PROVE
 @pytest.mark.parametrize("degrees", some(MESHES), ids=str)
 def test_a_run_with_references_is_one_on_any_mesh(ranks, folder, tmp_path, degrees):
     found = []

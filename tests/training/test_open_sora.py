@@ -191,6 +191,7 @@ def author(arguments, name):
     return cls(cls.config_class(**arguments))
 
 
+@PROVE
 @pytest.mark.parametrize(
     ("name", "degrees"),
     each_once(NAMES, [{"ulysses": 3}, {"ring": 2}, {"dp_shard": 2, "sharding": "zero3"}]),
@@ -204,6 +205,7 @@ def test_a_run_is_one_on_any_mesh(ranks, clips, tmp_path, name, degrees):
     assert_one_run(*found)
 
 
+@PROVE
 @pytest.mark.parametrize("name", some(NAMES, *NAMES))
 def test_a_run_goes_on_bit_by_bit_and_its_weights_are_the_authors(ranks, clips, tmp_path, name):
     plan = Plan(ulysses=2, sharding="zero2", checkpoint="full")
@@ -428,6 +430,7 @@ def published(tmp_path, monkeypatch):
     return folder
 
 
+@PROVE
 def test_new_writes_what_open_sora_was_trained_with(ranks, tmp_path, published):
     output = tmp_path / "train.toml"
     assert new_command.main([str(published), "--output", str(output)]) == 0

@@ -87,6 +87,7 @@ def proof(folder, name="WanTransformer3DModel", plan=None):
     return proof_of(rows_config(name, folder, folder / "run", plan), folder, 4)
 
 
+@PROVE
 @pytest.mark.parametrize("plan", some([Plan(ring=2), Plan(dp_replicate=2, ulysses=2), Plan(ring=3)]), ids=str)
 @pytest.mark.parametrize("name", some(FAMILIES, "WanTransformer3DModel"))
 def test_rows_are_proven_against_clips_by_themselves(ranks, tmp_path, name, plan):

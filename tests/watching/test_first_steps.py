@@ -383,6 +383,7 @@ def test_loops_that_go_other_ways_are_let_alone(ranks, right):
     assert ranks(4, checked, ULYSSES, right) == [((), "")] * 4
 
 
+@PROVE
 def test_shards_that_are_moved_are_let_alone(ranks):
     assert ranks(4, checked, SHARDED, "moved") == [((), "")] * 4
 
