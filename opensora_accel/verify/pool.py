@@ -203,7 +203,11 @@ def _serve(connection: Connection, port: int, log: str, device_type: str) -> Non
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # What C++ code writes to stderr goes to the log: gloo's last words, before it aborts. Python's still are seen.
     sys.stderr.flush()
-    seen, file = os.dup(2), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    except FileNotFoundError:  # the pool was closed before this process had begun
+        return
+    seen = os.dup(2)
     os.dup2(file, 2)
     os.close(file)
     sys.stderr = os.fdopen(seen, "w", buffering=1)
