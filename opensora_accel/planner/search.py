@@ -51,8 +51,8 @@ from opensora_accel.planner.run import trace_step
 from opensora_accel.planner.simulate import Timeline, simulate
 from opensora_accel.planner.trace import Operation, Trace
 
-# As many are traced, however long it takes.
-FEWEST = 3
+# As many are traced, however long it takes; and while none of them fits, as many in search of one that does.
+FEWEST, MOST_THAT_DO_NOT_FIT = 3, 12
 # Ranks within this factor of pairs have as much attention: tokens are dealt out to be as even.
 _AS_BUSY = 1.1
 # Plans within about this share of each other count as equally fast.
@@ -114,7 +114,9 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
         may_win = [each for each in left if least[each.plan] < (1 - _AS_FAST) * best_s]
         is_late = time.perf_counter() - start > budget_s
         each = min(left, key=lambda each: least[each.plan], default=None)
-        if each is None or (best_s < math.inf and len(traced) >= FEWEST and (is_late or not may_win)):
+        has_one = best_s < math.inf
+        is_enough = len(traced) >= (FEWEST if has_one else MOST_THAT_DO_NOT_FIT)
+        if each is None or (is_enough and (is_late or not may_win)):
             break
         spent = max(
             (time.perf_counter() - start) / max(budget_s, 1e-9),
@@ -123,6 +125,8 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
         show(f"tracing {describe(each.plan)}: {len(may_win):,} more may win", 0.4 + 0.6 * min(1.0, spent))
         traced[each.plan] = exact(request, each.plan, each.passes)
         errors.note(correction.level(each.plan), traced[each.plan].seconds_per_sample / foreseen[each.plan])
+    # Where nothing fits there is nothing to win from.
+    may_win = may_win if has_one else []
     correction = _Correction(found, traced)
     merged = [traced.get(each.plan) or _scaled(each, correction.of(each.plan)) for each in found]
     show("ranking", 1.0)
@@ -132,7 +136,7 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
         dict(excluded),
         time.perf_counter() - start,
         may_win=tuple(each.plan for each in sorted(may_win, key=lambda each: least[each.plan])),
-        gain=max((1 - least[each.plan] / best_s for each in may_win), default=0.0) if traced else 0.0,
+        gain=max((1 - least[each.plan] / best_s for each in may_win), default=0.0),
     )
 
 

@@ -23,16 +23,8 @@ from typing import Literal
 
 from opensora_accel.observe import MeshShape, ModelFn, Step, meshes_of
 from opensora_accel.plan import Plan
-from opensora_accel.verify.causes import (
-    Cause,
-    Origin,
-    ScaledByShares,
-    StepFails,
-    Where,
-)
-from opensora_accel.verify.derivatives import (
-    causes_on_one_device,
-)
+from opensora_accel.verify.causes import Cause, Origin, ScaledByShares, StepFails, Where
+from opensora_accel.verify.derivatives import causes_on_one_device
 from opensora_accel.verify.diagnose import (
     GradientFits,
     diagnose,
@@ -48,12 +40,7 @@ from opensora_accel.verify.later_steps import Followed, follow
 from opensora_accel.verify.loads import check_loads
 from opensora_accel.verify.pool import RankError, RankPool
 from opensora_accel.verify.report import Report
-from opensora_accel.verify.results import (
-    MeshResult,
-    Reference,
-    Results,
-    wrong_shapes,
-)
+from opensora_accel.verify.results import MeshResult, Reference, Results, wrong_shapes
 from opensora_accel.verify.runner import Runner
 from opensora_accel.verify.variations import Outcome, Trial, try_variations
 

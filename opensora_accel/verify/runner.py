@@ -12,28 +12,13 @@ import torch
 
 from opensora_accel import parallel_states
 from opensora_accel.observe import MeshShape, ModelFn, Run, Step
-from opensora_accel.verify.causes import (
-    Cause,
-    Origin,
-    Where,
-    list_names,
-)
-from opensora_accel.verify.derivatives import (
-    PATCHED,
-    Derivatives,
-    OtherThanPlain,
-    check_derivatives,
-)
+from opensora_accel.verify.causes import Cause, Origin, Where, list_names
+from opensora_accel.verify.derivatives import PATCHED, Derivatives, OtherThanPlain, check_derivatives
 from opensora_accel.verify.draws import find_draws
 from opensora_accel.verify.iterations import MeanGradients, Replay
 from opensora_accel.verify.observation import Observation, Probe
 from opensora_accel.verify.pool import RankError, RankPool
-from opensora_accel.verify.results import (
-    Expected,
-    MeshResult,
-    Reference,
-    find_origin,
-)
+from opensora_accel.verify.results import Expected, MeshResult, Reference, find_origin
 from opensora_accel.verify.run_step import observe
 from opensora_accel.verify.variations import AtSizes, Sizes, sizes_of
 

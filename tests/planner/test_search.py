@@ -264,6 +264,16 @@ def test_without_time_it_says_what_may_win(capsys):
     assert full.best.seconds_per_sample <= outcome.best.seconds_per_sample
 
 
+def test_time_ends_the_search_where_no_traced_plan_fits(monkeypatch):
+    traced = search_module.exact
+    monkeypatch.setattr(
+        search_module, "exact", lambda *asked: dataclasses.replace(traced(*asked), fits=False)
+    )
+    outcome = search(request(16), budget_s=0)
+    assert sum(each.is_traced for each in outcome.candidates) == search_module.MOST_THAT_DO_NOT_FIT
+    assert not outcome.best.is_traced and outcome.may_win == ()
+
+
 def test_a_kind_of_plan_that_is_estimated_too_slow_is_traced_where_others_were_as_well(monkeypatch):
     """Plans with Ulysses take a tenth less than is estimated of them, and the others what is estimated."""
     right = estimate.Estimator.seconds_by_kind
