@@ -41,6 +41,12 @@ class Model(nn.Module):
         return hidden
 
 
+@pytest.fixture(autouse=True)
+def no_slots():
+    """Nothing that another test of this process has moved to the host leaves slots behind, which are memory too."""
+    GLOBAL_ACTIVATION_MANAGER.close()
+
+
 def step(model, optimizer=None):
     model(torch.ones(ROWS, WIDTH)).sum().backward()
     if optimizer is not None:
