@@ -93,8 +93,8 @@ class Report:
         lifted = list(dict.fromkeys(cast for each in seen for cast in each.lifted))
         if lifted:
             notes.append(
-                f"{len(lifted)} casts to half precision were lifted, and what they round in training is not proven: "
-                f"{list_names(lifted)}"
+                f"{len(lifted)} casts to half precision were lifted, and what they round in training is not proven "
+                f"(--dtype bf16 judges it): {list_names(lifted)}"
             )
         if self.derivatives.stops and not self.derivatives.cut_off:
             notes.append(

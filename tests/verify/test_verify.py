@@ -201,7 +201,8 @@ def test_casts_to_half_precision_are_listed(ranks):
     assert report.ok, report
     (note,) = [note for note in report.notes if "casts" in note]
     assert note.startswith(
-        "2 casts to half precision were lifted, and what they round in training is not proven: "
+        "2 casts to half precision were lifted, and what they round in training is not proven "
+        "(--dtype bf16 judges it): "
     )
     line = step.__code__.co_firstlineno
     assert f"bfloat16 at tests/verify/corners.py:{line + 1} in narrows_what_it_sends" in note, note
