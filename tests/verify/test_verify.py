@@ -201,7 +201,7 @@ def test_casts_to_half_precision_are_listed(ranks):
     assert report.ok, report
     (note,) = [note for note in report.notes if "casts" in note]
     assert note.startswith(
-        "2 casts to half precision were lifted, and what they round in training is not proven "
+        "2 casts to half precision were lifted in fp64, and what they round in training is not proven "
         "(--dtype bf16 judges it): "
     )
     line = step.__code__.co_firstlineno
