@@ -92,12 +92,11 @@ class Report:
         seen = [*expected.turns, *(each for mesh in self.results for each in mesh.observations)]
         lifted = list(dict.fromkeys(cast for each in seen for cast in each.lifted))
         if lifted:
-            judged = (
-                "as was judged in bf16" if self.in_bf16 is not None else "not proven (--dtype bf16 judges it)"
-            )
+            is_judged = self.in_bf16 is not None and not self.in_bf16.reason
+            judged = "was judged in bf16" if is_judged else "is not proven (--dtype bf16 judges it)"
             notes.append(
-                f"{len(lifted)} casts to half precision were lifted in fp64, and what they round in training is "
-                f"{judged}: {list_names(lifted)}"
+                f"{len(lifted)} casts to half precision were lifted in fp64, and what they round in training {judged}: "
+                f"{list_names(lifted)}"
             )
         if self.derivatives.stops and not self.derivatives.cut_off:
             notes.append(

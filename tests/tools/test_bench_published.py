@@ -12,16 +12,13 @@ from opensora_accel.planner.hardware import Hardware
 STEPS = [(source, step) for source in SOURCES for step in source()]
 
 
-def test_every_training_step_has_a_source_and_figures_in_their_units():
+def test_every_training_step_has_a_source_and_a_figure():
     assert len(STEPS) >= 20
     assert len({(step.source, step.what) for _source, step in STEPS}) == len(STEPS)
     for source, step in STEPS:
         assert source.__doc__.startswith("github.com/") and "Assumed:" in source.__doc__
         Hardware.named(step.hardware).nodes_of(step.plan.world_size)
-        assert step.figures and all(
-            figure.value > 0 and figure.unit == {"seconds": "s", "reserved": "GiB"}[figure.of]
-            for figure in step.figures
-        )
+        assert step.figure.value > 0
 
 
 def test_a_summary_of_errors_and_of_what_lies_in_its_interval(monkeypatch, capsys):
@@ -34,8 +31,8 @@ def test_a_summary_of_errors_and_of_what_lies_in_its_interval(monkeypatch, capsy
     monkeypatch.setattr(sys, "argv", ["published.py"])
     assert published.main() == 0
     *_table, seconds, memory = capsys.readouterr().out.splitlines()
-    assert seconds == "seconds: 2 figures, median error 18%, worst 30%, 1 within their interval"
-    assert memory == "memory: 1 figures, median error 5%, worst 5%, 0 within their interval"
+    assert seconds == "seconds, figures: 2, median error 18%, worst 30%, 1 within their interval"
+    assert memory == "memory, figures: 1, median error 5%, worst 5%, 0 within their interval"
 
 
 @pytest.mark.prove
@@ -45,8 +42,8 @@ def test_a_step_is_foreseen_under_its_own_settings():
         next(step for _source, step in STEPS if step.what == f"CogVideoX-2b, LoRA of rank 16, batch {what}")
         for what in ("1", "4, checkpoints")
     )
-    ((figure, low, high),) = without.forecast()
-    assert figure == Figure("reserved", 43.764, "GiB") and low < high < 80
+    low, high = without.forecast()
+    assert without.figure == Figure("reserved", 43.764) and low < high < 80
     same = dataclasses.replace(without, plan=with_checkpoints.plan)
-    ((_figure, _low, less),) = same.forecast()
+    _low, less = same.forecast()
     assert less < 0.5 * low

@@ -228,18 +228,21 @@ def _mmdit_inputs(batch: int, tokens: int, text: int) -> Mapping[str, Any]:
 
 
 def training(steps: Callable[[], Iterator[Step]]) -> list[dict[str, Any]]:
-    """Seconds and memory of training steps."""
-    return [
-        {
-            "what": f"{step.source}, {step.what}{'' if figure.of == 'seconds' else f': memory {figure.of}'}",
-            "published": figure.value,
-            "low": low,
-            "high": high,
-            "unit": figure.unit,
-        }
-        for step in steps()
-        for figure, low, high in step.forecast()
-    ]
+    """Seconds or memory of training steps."""
+    rows = []
+    for step in steps():
+        what, figure = f"{step.source}, {step.what}", step.figure
+        low, high = step.forecast()
+        rows.append(
+            {
+                "what": what if figure.of == "seconds" else f"{what}: memory {figure.of}",
+                "published": figure.value,
+                "low": low,
+                "high": high,
+                "unit": figure.unit,
+            }
+        )
+    return rows
 
 
 TABLES: dict[str, Callable[[], list[dict[str, Any]]]] = {
@@ -274,7 +277,7 @@ def main() -> int:
         if errors:
             sizes = [abs(error) for error, _holds in errors]
             print(
-                f"{kind}: {len(errors)} figures, median error {statistics.median(sizes):.0%}, worst {max(sizes):.0%}, "
+                f"{kind}, figures: {len(errors)}, median error {statistics.median(sizes):.0%}, worst {max(sizes):.0%}, "
                 f"{sum(holds for _error, holds in errors)} within their interval"
             )
     return 0

@@ -4,7 +4,7 @@
     settings      Wan 14B, 37,440 tokens a sample, FSDP2 over 8 H100
     published     175.88 TFLOP/s a GPU, by the page's own count 35.3 s a step
 
-become a `Step`: what it takes to trace it, and the figures that were measured of it. `published.py` sets the planner's
+become a `Step`: what it takes to trace it, and the figure that was measured of it. `published.py` sets the planner's
 forecast beside each.
 
 Not compared are steps whose trained weights are in bf16 without fp32 ones, as NeMo Automodel's of Qwen-Image-Edit and
@@ -42,7 +42,10 @@ class Figure:
 
     of: Literal["seconds", "reserved"]
     value: float
-    unit: str
+
+    @property
+    def unit(self) -> str:
+        return "s" if self.of == "seconds" else "GiB"
 
 
 @dataclass(frozen=True)
@@ -54,26 +57,25 @@ class Step:
     hardware: str
     plan: Plan
     workload: Callable[[], Workload]
-    figures: tuple[Figure, ...]
+    figure: Figure
     passes: Passes = field(default_factory=Passes)
     residents: Residents = field(default_factory=Residents)
 
-    def forecast(self) -> Iterator[tuple[Figure, float, float]]:
-        """Each figure with the low and the high end of what the planner foresees of it, in the figure's unit."""
+    def forecast(self) -> tuple[float, float]:
+        """The low and the high end of what the planner foresees of the figure, in its unit."""
         hardware = Hardware.named(self.hardware)
         request = Request(
             ((self.workload(), 1.0),), hardware, self.plan.world_size,
             precision=self.plan.precision, residents=self.residents,
         )  # fmt: skip
         found = exact(request, self.plan, self.passes)
+        if self.figure.of == "seconds":
+            return found.step_time_s
         assert found.trace is not None
-        beside = hardware.context_bytes + hardware.communicator_bytes * len(found.trace.groups)
         low, high = found.memory_bytes
-        for figure in self.figures:
-            if figure.of == "seconds":
-                yield figure, *found.step_time_s
-            else:
-                yield figure, (low - hardware.context_bytes) / GIB, (high - beside) / GIB
+        # What the driver and the communicators take, the allocator does not count.
+        communicators = hardware.communicator_bytes * len(found.trace.groups)
+        return (low - hardware.context_bytes) / GIB, (high - hardware.context_bytes - communicators) / GIB
 
 
 # ---- models, and how they are trained
@@ -128,14 +130,6 @@ def _clip(
     )
 
 
-def _reserved(value: float) -> tuple[Figure, ...]:
-    return (Figure("reserved", value, "GiB"),)
-
-
-def _seconds(value: float) -> Figure:
-    return Figure("seconds", value, "s")
-
-
 _BF16 = torch.bfloat16
 
 
@@ -153,11 +147,11 @@ def nemo_wan() -> Iterator[Step]:
         plan = Plan(dp_shard=ranks, sharding="zero3", precision="bf16", checkpoint="full")
         yield Step(
             "NeMo DFM, Wan 14B", f"37,440 tokens, FSDP2 on {ranks} H100", "h100x8-ib400", plan, workload,
-            (_seconds(seconds),),
+            Figure("seconds", seconds),
         )  # fmt: skip
     yield Step(
         "NeMo DFM, Wan 14B", "37,440 tokens, cp=2 on 32 GB300", "gb300x72",
-        Plan(dp_shard=16, ulysses=2, sharding="zero2", precision="bf16"), workload, (_seconds(12.15),), Passes(4),
+        Plan(dp_shard=16, ulysses=2, sharding="zero2", precision="bf16"), workload, Figure("seconds", 12.15), Passes(4),
     )  # fmt: skip
 
 
@@ -181,7 +175,7 @@ def cosmos() -> Iterator[Step]:
             yield Step(
                 "Cosmos-Predict2", f"{name}, 84,480 tokens, cp={ulysses} on {ranks} {device}", f"{device}x8-ib400",
                 Plan(dp_shard=4, ulysses=ulysses, sharding="zero3", precision="bf16", checkpoint="selective"),
-                partial(_workload, "CosmosTransformer3DModel", _cosmos, **sizes, **both), (_seconds(seconds),),
+                partial(_workload, "CosmosTransformer3DModel", _cosmos, **sizes, **both), Figure("seconds", seconds),
                 residents=Residents(ema=True),
             )  # fmt: skip
 
@@ -213,7 +207,7 @@ def cogvideox() -> Iterator[Step]:
             _clip, f"cogvideox-{name}", 49, 480, 720, batch=batch, lora=lora, dtype=_BF16 if lora else None
         )
         yield Step(
-            "cogvideox-factory", what, "a100", plan, workload, _reserved(reserved),
+            "cogvideox-factory", what, "a100", plan, workload, Figure("reserved", reserved),
             residents=Residents(optimizer=optimizer),
         )  # fmt: skip
 
@@ -226,7 +220,7 @@ def finetrainers() -> Iterator[Step]:
     """
     yield Step(
         "finetrainers", "HunyuanVideo, LoRA of rank 128", "h100", Plan(checkpoint="full", precision="bf16"),
-        partial(_clip, "hunyuan-video", 49, 512, 768, dtype=_BF16, lora=128), _reserved(42.387),
+        partial(_clip, "hunyuan-video", 49, 512, 768, dtype=_BF16, lora=128), Figure("reserved", 42.387),
     )  # fmt: skip
 
 
