@@ -1,5 +1,6 @@
 """The verifier on loops as users have them: what is wrong is found and named, what is right passes."""
 
+import dataclasses
 import json
 from xml.etree import ElementTree
 
@@ -7,6 +8,7 @@ import pytest
 
 from opensora_accel import Plan
 from opensora_accel.verify import verify
+from opensora_accel.verify.in_bf16 import InBf16
 from opensora_accel.verify.report import to_junit
 from tests.tiers import PROVE
 from tests.verify import corners, loops, mutants_hidden, mutants_of_loops
@@ -204,6 +206,12 @@ def test_casts_to_half_precision_are_listed(ranks):
         "2 casts to half precision were lifted in fp64, and what they round in training is not proven "
         "(--dtype bf16 judges it): "
     )
+    for in_bf16, says in (
+        (InBf16(), "training was judged in bf16: "),
+        (InBf16(reason="none"), "is not proven ("),
+    ):
+        (other,) = [n for n in dataclasses.replace(report, in_bf16=in_bf16).notes if "casts" in n]
+        assert says in other
     line = step.__code__.co_firstlineno
     assert f"bfloat16 at tests/verify/corners.py:{line + 1} in narrows_what_it_sends" in note, note
     assert f"float16 at tests/verify/corners.py:{line + 4} in narrows_what_it_sends" in note, note
