@@ -128,7 +128,8 @@ class Request:
         if self.resize is not None:
             workload = self.resize(workload, samples)
         hardware = self.hardware
-        return replace(workload, fused_optimizer=hardware.runs_ahead, architecture=hardware.architecture)
+        is_fused = workload.fused_optimizer and hardware.runs_ahead
+        return replace(workload, fused_optimizer=is_fused, architecture=hardware.architecture)
 
     @property
     def largest(self) -> Workload:

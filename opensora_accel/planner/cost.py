@@ -114,7 +114,7 @@ def kernel_s(operation: Operation, hardware: Hardware) -> float:
     if operation.kind == "gemm":
         batch, m, n, k = operation.shape if len(operation.shape) == 4 else (1, 1.0, 1.0, 1.0)
         sizes = {"flops": operation.flops / max(1, batch), "m": m, "n": n, "k": k}
-        classes: tuple[str, ...] = ("gemm",)
+        classes: tuple[str, ...] = _product_classes(operation.name)
     else:
         _batch, heads, queries, keys, head_dim = (
             operation.shape if len(operation.shape) == 5 else (1, 1, 1, 1, 1)
@@ -133,6 +133,11 @@ def kernel_s(operation: Operation, hardware: Hardware) -> float:
     )
     # A point that was measured by its shape has its traffic in it.
     return computed_s if hardware.cores else max(computed_s, moved_s)
+
+
+@cache
+def _product_classes(name: str) -> tuple[str, ...]:
+    return ("gemm convolution", "gemm") if "convolution" in name else ("gemm",)
 
 
 @cache

@@ -35,6 +35,14 @@ _FA_SM100 = (
     "tensor cores, as a share of the peak under half of that on an H100"
 )
 _SHORTER = "half of it at 1k tokens and all from 4k on; below: assumed"
+_NARROWER = (
+    "heads of 64 reach 0.84 of heads of 128 forward and all backward: FlashAttention-2 at 8k tokens on Hopper, 310 and "
+    "299 of 370 and 290 TFLOP/s (Dao-AILab/flash-attention, pull requests 2688 and 1791); other kernels: assumed so"
+)
+_CONVOLUTIONS = (
+    "52 TFLOP/s: encoding and decoding of 81 frames of 480 × 832 by Wan 2.1's VAE in bf16 on an H100 take 4.2 and "
+    "5.5 s (ModelTC/ComfyUI-LightVAE, README), less the memory traffic of its trace; without an entry: as products"
+)
 _EFFICIENT = "torch's memory-efficient kernel: assumed two thirds of FlashAttention-2"
 
 
@@ -44,20 +52,29 @@ def _gemm(best: float) -> dict[str, Any]:
     return {"by": ["flops"], "points": [[[flops], best * share] for flops, share in shares.items()]}
 
 
-def _attention(best: float) -> dict[str, Any]:
-    """By the queries: short sequences are bound by softmax and by starting."""
+def _attention(best: float, narrow: float) -> dict[str, Any]:
+    """By the queries: short ones are bound by softmax and by starting. Heads of 64 reach the share `narrow`."""
     shares = {64: 0.05, 256: 0.2, 1024: 0.5, 4096: 1.0}
-    return {"by": ["queries"], "points": [[[queries], best * share] for queries, share in shares.items()]}
+    points = [
+        [[queries, head_dim], best * share * of_best]
+        for queries, share in shares.items()
+        for head_dim, of_best in ((64, narrow), (128, 1.0))
+    ]
+    return {"by": ["queries", "head_dim"], "points": points}
 
 
 def _attentions(kernels: dict[str, tuple[float, float]]) -> dict[str, Any]:
     """Forward and backward of each kernel; of any other that of the first."""
     named = {"": next(iter(kernels.values())), **{f" {kernel}": best for kernel, best in kernels.items()}}
     return {
-        f"attention{kernel}{phase}": _attention(best[phase != ""])
+        f"attention{kernel}{phase}": _attention(best[phase != ""], 1.0 if phase else 0.84)
         for kernel, best in named.items()
         for phase in ("", " backward")
     }
+
+
+def _flat(share: float) -> dict[str, Any]:
+    return {"by": ["flops"], "points": [[[1.0], share]]}
 
 
 def _memory(best: float) -> dict[str, Any]:
@@ -103,6 +120,7 @@ def _gpu(
             "gemm": _gemm(matmul),
             **_attentions(attention),
             "memory": _memory(0.85),
+            **({"gemm convolution": _flat(52e12 / (1e12 * peaks["bfloat16"]))} if architecture == "sm_90" else {}),
         },
         "uncertainties": {
             "gemm": 0.15, "collective": 0.3, "host": 0.3, **dict.fromkeys(("attention", "memory", "copy"), 0.25),
@@ -123,8 +141,9 @@ def _gpu(
             "allocator_slack": _SLACK,
             "uncertainties": "assumed",
             "gemm": _ASSUMED_MATMUL,
-            "attention": f"{_FA_SM90}; {_SHORTER}; {_EFFICIENT}",
+            "attention": f"{_FA_SM90}; {_SHORTER}; {_NARROWER}; {_EFFICIENT}",
             "memory": "assumed",
+            **({"gemm convolution": _CONVOLUTIONS} if architecture == "sm_90" else {}),
             **sources,
         },
     }  # fmt: skip
@@ -158,7 +177,10 @@ _FIGURES: dict[str, dict[str, Any]] = {
         matmul=0.859,
         attention=_ON_SM80,
         sheet="NVIDIA's data sheet of A100 80GB SXM",
-        sources={"gemm": _MATMUL, "attention": f"{_FA2}; {_SHORTER}; {_EFFICIENT}; cuDNN: assumed as fast"},
+        sources={
+            "gemm": _MATMUL,
+            "attention": f"{_FA2}; {_SHORTER}; {_NARROWER}; {_EFFICIENT}; cuDNN: assumed as fast",
+        },
     ),
     "h100": dict(
         architecture="sm_90",

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from opensora_accel.planner.allocator import Event, StepMemory
 from opensora_accel.planner.recording import Change, StepRecorder
 from opensora_accel.planner.trace import MemoryState, Operation, Stream
 
@@ -53,6 +54,7 @@ class ExtendedStep:
     memory: list[MemoryState] = field(default_factory=list)
     host_bytes: int = 0
     largest_bytes: int = 0
+    storages: StepMemory = field(default_factory=StepMemory)
     parameter_bytes: int = 0
     trained_bytes: int = 0
 
@@ -285,7 +287,7 @@ class _Extension:
             )
             streams[operation.stream].append(number)
             for change in self.changes.get(entry.number, ()):
-                memory.change(number, change, self._times(change, entry))
+                memory.change(number, change, self._times(change, entry), operation.stream, operation.phase)
             memory.host(self.host_changes.get(entry.number, 0))
             for size_bytes in self.gradients.get(entry.number, ()):
                 bucket = buckets.add(size_bytes)
@@ -355,6 +357,7 @@ class _Memory:
         ]
         self._now = Counter[str]()
         self._largest = 0
+        self._storages = StepMemory()
         # Block inputs on the host, and shards there.
         self._inputs = self._shards = self._host_peak = 0
         self.parameter_bytes = self.trained_bytes = 0
@@ -368,6 +371,10 @@ class _Memory:
                 self.parameter_bytes += size_all
                 self.trained_bytes += 0 if recorder.storages[serial].is_frozen else size_all
             self._add(serial, size_all)
+            if self._is_on_device(serial):
+                is_state = self._kind_of[serial] == "optimizer state"
+                made = self._storages.made_by_optimizer if is_state else self._storages.held
+                made += [Event(serial, size_bytes)] * (1 + extension.copies.get(block, 0))
         if recorder.buckets:
             # DDP keeps its buckets between steps, of as many bytes as there are gradients.
             for number, sizes in extension.gradients.items():
@@ -379,16 +386,21 @@ class _Memory:
         self._rises = True
         self._record(-1)
 
-    def _add(self, serial: int, size_bytes: int) -> None:
+    def _is_on_device(self, serial: int) -> bool:
         storage = self._extension.recorder.storages[serial]
         is_shard = storage.kind in _ON_HOST or (storage.kind == "gradients" and storage.is_reduced)
-        if self._extension.has_shards_on_host and is_shard:
+        return not (self._extension.has_shards_on_host and is_shard)
+
+    def _add(self, serial: int, size_bytes: int) -> None:
+        if self._is_on_device(serial):
+            self._now[self._kind_of[serial]] += size_bytes
+        else:
             self._shards += size_bytes
             self._host_peak = max(self._host_peak, self._inputs + self._shards)
-        else:
-            self._now[self._kind_of[serial]] += size_bytes
 
-    def change(self, number: int, change: Change, times: int) -> None:
+    def change(
+        self, number: int, change: Change, times: int, stream: str = "compute", phase: str = ""
+    ) -> None:
         """Bytes are made or freed while an operation runs."""
         if not times:
             return
@@ -398,6 +410,8 @@ class _Memory:
             self._record(number)
         self._rises = rises
         self._add(change.storage, change.size_bytes * times)
+        if self._is_on_device(change.storage):
+            self._storages.steps += [Event(change.storage, change.size_bytes, stream, phase)] * times
 
     def host(self, size_bytes: int) -> None:
         """Block inputs come to the host, or leave it."""
@@ -425,4 +439,5 @@ class _Memory:
                 step.memory.append(MemoryState(max(number, 0), operation.phase, operation.block, kinds))
                 last = total
         step.host_bytes, step.largest_bytes = self._host_peak, self._largest
+        step.storages = self._storages
         step.parameter_bytes, step.trained_bytes = self.parameter_bytes, self.trained_bytes

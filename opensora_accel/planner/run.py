@@ -110,6 +110,7 @@ class _Session:
             parameter_bytes=step.parameter_bytes,
             trained_bytes=step.trained_bytes,
             largest_bytes=step.largest_bytes,
+            storages=step.storages,
             groups=tuple(recorder.groups),
             attention=recorder.attention,
         )
@@ -160,7 +161,9 @@ class _Session:
     def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
         """AdamW with the state that it has from its first step on."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, fused=self.workload.fused_optimizer)
+        is_fused = self.workload.fused_optimizer
+        on_gpu = self.workload.architecture != CPU
+        optimizer = torch.optim.AdamW(trained, fused=is_fused, foreach=on_gpu and not is_fused)
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
         optimizer.step()

@@ -27,6 +27,7 @@ from dataclasses import replace
 from typing import Any
 
 from opensora_accel.plan import Plan
+from opensora_accel.planner.allocator import StepMemory
 from opensora_accel.planner.candidates import (
     GIB,
     Candidate,
@@ -285,6 +286,7 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
         request, plan, passes, live, 0.0, device, trace.trained_bytes, (times[0], times[2]), times[1], kinds_s,
         trace.host_bytes,
         communication_bytes=communication_buffer_bytes(trace, hardware),
+        storages=trace.storages,
     )  # fmt: skip
     return replace(candidate, trace=trace, timeline=timeline, foreseen=foreseen)
 
@@ -342,6 +344,7 @@ def _candidate(
     seconds: Mapping[str, float],
     host_bytes: int,
     communication_bytes: int | None = None,
+    storages: StepMemory | None = None,
 ) -> Candidate:
     """With what lies in memory beside the step, and what the allocator and the libraries take."""
     hardware, residents = request.hardware, request.residents
@@ -355,7 +358,12 @@ def _candidate(
     low, high = live * (1 - uncertain) + beside, live * (1 + uncertain) + beside
     by_kind["context"] = hardware.context_bytes
     by_kind["communication buffers"] = communication_bytes
-    by_kind["allocator slack"] = round(high * hardware.allocator_slack)
+    lost = 0
+    # On a CPU there is no such allocator.
+    if storages is not None and hardware.allocator_slack:
+        others = beside + hardware.context_bytes + communication_bytes
+        lost = storages.lost_bytes(hardware.memory_bytes - others, residents.state_ratio / 2)
+    by_kind["allocator slack"] = lost + round(high * hardware.allocator_slack)
     low += hardware.context_bytes
     high += hardware.context_bytes + by_kind["communication buffers"] + by_kind["allocator slack"]
     memory = round(low), round(high)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from opensora_accel.observe import SharedAttention
 from opensora_accel.plan import Plan
+from opensora_accel.planner.allocator import StepMemory
 
 # What bounds an operation.
 OperationKind = Literal["gemm", "attention", "memory", "collective", "copy_out", "copy_in"]
@@ -86,6 +87,8 @@ class Trace:
     groups: tuple[tuple[int, ...], ...] = ()
     # Attention by slices of a mask: of the step's, the one with the most pairs. None where all tokens see each other.
     attention: SharedAttention | None = None
+    # In order, what is made and freed, from which an allocator's fragments follow.
+    storages: StepMemory = field(default_factory=StepMemory, compare=False, repr=False)
 
     @property
     def peak(self) -> MemoryState:
