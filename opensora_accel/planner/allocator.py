@@ -59,6 +59,11 @@ class CachingAllocator:
         self._free = defaultdict[tuple[bool, str], list[tuple[int, int, Block]]](list)
         self._next_address = 0
 
+    @property
+    def lost_bytes(self) -> int:
+        """What was reserved at most, beyond the most that was live."""
+        return self.most_reserved_bytes - self.most_live_bytes
+
     def take(self, size_bytes: int, stream: str = "") -> Block:
         """A part for a storage of so many bytes, more than none."""
         size_bytes = -(-size_bytes // _ROUND) * _ROUND
@@ -112,10 +117,10 @@ class CachingAllocator:
 
     def _release(self) -> None:
         """Gives whole segments that are free back to the driver."""
-        for pool, parts in self._free.items():
-            whole = [part for part in parts if part[2].before is None and part[2].after is None]
-            self.reserved_bytes -= sum(size_bytes for size_bytes, _address, _block in whole)
-            self._free[pool] = [part for part in parts if part not in whole]
+        for parts in self._free.values():
+            split = [part for part in parts if part[2].before is not None or part[2].after is not None]
+            self.reserved_bytes -= sum(part[0] for part in parts) - sum(part[0] for part in split)
+            parts[:] = split
 
 
 class Event(NamedTuple):
@@ -138,8 +143,10 @@ class StepMemory:
     # By each step, the first one too.
     steps: list[Event] = field(default_factory=list)
 
-    def lost_bytes(self, limit_bytes: float = math.inf, state_ratio: float = 1.0, num_steps: int = 2) -> int:
-        """What some steps reserve at most, beyond the most that is live.
+    def replayed(
+        self, limit_bytes: float = math.inf, state_ratio: float = 1.0, num_steps: int = 2
+    ) -> CachingAllocator:
+        """The allocator after some steps.
 
         The optimizer makes its state when the first step has left its fragments, and the second one runs around it.
 
@@ -158,7 +165,7 @@ class StepMemory:
                 replay.run(event._replace(size_bytes=max(1, round(event.size_bytes * state_ratio))))
             for event in self.steps[begin:]:
                 replay.run(event)
-        return replay.allocator.most_reserved_bytes - replay.allocator.most_live_bytes
+        return replay.allocator
 
 
 class _Replay:

@@ -362,7 +362,7 @@ def _candidate(
     # On a CPU there is no such allocator.
     if storages is not None and hardware.allocator_slack:
         others = beside + hardware.context_bytes + communication_bytes
-        lost = storages.lost_bytes(hardware.memory_bytes - others, residents.state_ratio / 2)
+        lost = storages.replayed(hardware.memory_bytes - others, residents.state_ratio / 2).lost_bytes
     by_kind["allocator slack"] = lost + round(high * hardware.allocator_slack)
     low += hardware.context_bytes
     high += hardware.context_bytes + by_kind["communication buffers"] + by_kind["allocator slack"]

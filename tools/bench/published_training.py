@@ -7,6 +7,8 @@
 become a `Step`: what it takes to trace it, and the figure that was measured of it. `published.py` sets the planner's
 forecast beside each.
 
+Steps by torch 2.8 and before have FlashAttention-2 on a Hopper: torch prefers cuDNN's attention from cuDNN 9.15 on.
+
 Not compared are steps whose trained weights are in bf16 without fp32 ones, as NeMo Automodel's of Qwen-Image-Edit and
 finetrainers' of LTX-Video: a Plan trains fp32 weights. Nor those of compiled blocks.
 """
@@ -14,22 +16,27 @@ finetrainers' of LTX-Video: a Plan trains fp32 weights. Nor those of compiled bl
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
+from unittest import mock
 
 import torch
+from published_parts import autocast_loop, encoding, of_kernel
+from published_rows import GIB, Row
 from torch import nn
 
 from opensora_accel import Plan
 from opensora_accel.planner.candidates import Passes, Request, Residents
+from opensora_accel.planner.cost import Placement
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.models import MODELS, named_workload
-from opensora_accel.planner.search import exact
+from opensora_accel.planner.search import exact, simulated
+from opensora_accel.planner.trace import Trace
 from opensora_accel.planner.workload import Workload, workload_of_model
 
-GIB = 2**30
 Inputs = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
 
 
@@ -37,10 +44,11 @@ Inputs = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
 class Figure:
     """What was published of a step.
 
-    `of`: seconds of a step, or memory of a GPU that torch's allocator has "reserved".
+    `of`: seconds of a step, or the most memory of a GPU that torch's allocator has "allocated" or "reserved", or has
+    reserved "in the first step".
     """
 
-    of: Literal["seconds", "reserved"]
+    of: Literal["seconds", "allocated", "reserved", "in the first step"]
     value: float
 
     @property
@@ -59,23 +67,52 @@ class Step:
     workload: Callable[[], Workload]
     figure: Figure
     passes: Passes = field(default_factory=Passes)
+    # Seconds of what a step does beside the passes of the model.
+    beside: Callable[[Hardware], float] | None = None
+    # Whether torch's attention is FlashAttention-2 on a GPU that has cuDNN's: so it was until cuDNN 9.15.
+    with_flash: bool = False
     residents: Residents = field(default_factory=Residents)
 
-    def forecast(self) -> tuple[float, float]:
-        """The low and the high end of what the planner foresees of the figure, in its unit."""
+    def row(self) -> Row:
+        """The figure with its forecast."""
         hardware = Hardware.named(self.hardware)
         request = Request(
             ((self.workload(), 1.0),), hardware, self.plan.world_size,
             precision=self.plan.precision, residents=self.residents,
         )  # fmt: skip
-        found = exact(request, self.plan, self.passes)
-        if self.figure.of == "seconds":
-            return found.step_time_s
-        assert found.trace is not None
-        low, high = found.memory_bytes
-        # What the driver and the communicators take, the allocator does not count.
-        communicators = hardware.communicator_bytes * len(found.trace.groups)
-        return (low - hardware.context_bytes) / GIB, (high - hardware.context_bytes - communicators) / GIB
+        with mock.patch.dict(os.environ, of_kernel(self.with_flash)):
+            found = exact(request, self.plan, self.passes)
+        trace, figure = found.trace, self.figure
+        assert trace is not None
+        row = Row(self.source, self.what, figure.unit, figure.value)
+        if figure.of == "seconds":
+            seconds = partial(_seconds, trace, self.passes, self.beside)
+            return dataclasses.replace(row, hardware=hardware, seconds=seconds)
+        first = figure.of == "in the first step"
+        allocator = trace.storages.replayed(
+            state_ratio=self.residents.state_ratio / 2, num_steps=1 if first else 2
+        )
+        # Without what the driver takes.
+        live = found.memory_bytes[0] - hardware.context_bytes
+        if first:
+            live = allocator.most_live_bytes
+        size = live if figure.of == "allocated" else live + allocator.lost_bytes
+        return dataclasses.replace(row, what=f"{self.what}: memory {figure.of}", size=size / GIB)
+
+
+def _seconds(
+    trace: Trace, passes: Passes, beside: Callable[[Hardware], float] | None, hardware: Hardware
+) -> float:
+    """Of a step on a hardware, with what it has beside the model's passes."""
+    timeline = simulated(trace, hardware, Placement.on(hardware, trace.plan.world_size))
+    optimizer_s = sum(
+        span.end_s - span.start_s
+        for span in timeline.spans
+        if trace.operations[span.operation].phase == "optimizer" and span.stream == "compute"
+    )
+    # `exact` traces two microbatches at most, and others follow.
+    repeats = passes.accumulation / min(2, passes.accumulation)
+    return repeats * (timeline.step_s - optimizer_s) + optimizer_s + (beside(hardware) if beside else 0.0)
 
 
 # ---- models, and how they are trained
@@ -113,41 +150,42 @@ def _workload(class_name: str, inputs: Inputs, **arguments: Any) -> Workload:
     return workload_of_model(class_name, partial(_built, class_name, **arguments), inputs)
 
 
-def _clip(
-    name: str,
-    frames: int,
-    height: int,
-    width: int,
-    *,
-    dtype: torch.dtype | None = None,
-    lora: int = 0,
-    **sizes: int,
-) -> Workload:
+def _clip(name: str, frames: int, height: int, width: int) -> Workload:
     """A model that the planner knows by name."""
-    published, named = MODELS[name], named_workload(name, frames=frames, height=height, width=width, **sizes)
+    return named_workload(name, frames=frames, height=height, width=width)
+
+
+def _by_accelerate(
+    name: str, frames: int, height: int, width: int, batch: int, lora: int, is_checkpointed: bool
+) -> Workload:
+    """Training in autocast, with adapters of a rank on weights in bf16, or of all weights in fp32; AdamW by lists."""
+    published = MODELS[name]
+    clip = published.clip(frames, height, width, batch, published.text_tokens)
     return dataclasses.replace(
-        named, model_fn=partial(_built, published.class_name, dtype, lora, **published.arguments)
+        named_workload(name, frames=frames, height=height, width=width, batch=batch),
+        model_fn=partial(
+            _built, published.class_name, torch.bfloat16 if lora else None, lora, **published.arguments
+        ),
+        prepare=autocast_loop(partial(published.inputs, clip), is_checkpointed),
+        fused_optimizer=False,
     )
-
-
-_BF16 = torch.bfloat16
 
 
 def nemo_wan() -> Iterator[Step]:
     """github.com/NVIDIA-NeMo/DFM, docs/performance-summary.md: pretraining of Wan 2.1 14B, 37,440 tokens a sample.
 
     Told: FSDP2 over 8 and over 64 H100, 175.88 and 228.85 TFLOP/s a GPU, which are 35.3 and 27.1 s a step by the
-    page's own 165.9 GFLOP a token; Megatron on 32 GB300 with context parallelism 2, 64 samples a step, 6,161.63
-    tokens/s a GPU, which are 12.15 s. Assumed: fp32 weights; whole blocks recomputed on H100, as nothing else fits, and
-    none on GB300, as the recipe's name says; 93 frames of 480 × 832; 400 Gb/s a GPU between nodes; Megatron's way is
-    taken for Ulysses.
+    page's own 165.9 GFLOP a token, with torch's attention; Megatron on 32 GB300 with context parallelism 2, 64 samples
+    a step, 6,161.63 tokens/s a GPU, which are 12.15 s. Assumed: fp32 weights; whole blocks recomputed on H100, as
+    nothing else fits, and none on GB300, as the recipe's name says; 93 frames of 480 × 832; 400 Gb/s a GPU between
+    nodes; Megatron's way is taken for Ulysses.
     """
     workload = partial(_clip, "wan2.1-14b", 93, 480, 832)
     for ranks, seconds in ((8, 35.3), (64, 27.1)):
         plan = Plan(dp_shard=ranks, sharding="zero3", precision="bf16", checkpoint="full")
         yield Step(
             "NeMo DFM, Wan 14B", f"37,440 tokens, FSDP2 on {ranks} H100", "h100x8-ib400", plan, workload,
-            Figure("seconds", seconds),
+            Figure("seconds", seconds), with_flash=True,
         )  # fmt: skip
     yield Step(
         "NeMo DFM, Wan 14B", "37,440 tokens, cp=2 on 32 GB300", "gb300x72",
@@ -155,12 +193,30 @@ def nemo_wan() -> Iterator[Step]:
     )  # fmt: skip
 
 
+def nemo_automodel() -> Iterator[Step]:
+    """github.com/NVIDIA-NeMo/Automodel, docs/guides/diffusion: context parallelism of Wan2.1 1.3B on 8 H100.
+
+    Told: 16,384 tokens, fp32 weights, bf16 compute, FSDP2 over all ranks, no checkpoints, 54.9 GB a GPU with dp=8 and
+    16.3 with dp=2 and Ulysses over 4. GB are GiB that the allocator had allocated: recipes/diffusion/train.py prints
+    max_memory_allocated() / 1024**3. Assumed: one sample a data rank, 61 frames of 512 × 512, 512 tokens of text.
+    """
+    workload = partial(_clip, "wan2.1-1.3b", 61, 512, 512)
+    for shards, ulysses, gibibytes in ((8, 1, 54.9), (2, 4, 16.3)):
+        plan = Plan(dp_shard=shards, ulysses=ulysses, sharding="zero3", precision="bf16")
+        yield Step(
+            "NeMo Automodel, Wan 1.3B", f"16,384 tokens, dp={shards} cp={ulysses}", "h100x8", plan, workload,
+            Figure("allocated", gibibytes), with_flash=True,
+        )  # fmt: skip
+
+
 def cosmos() -> Iterator[Step]:
     """github.com/nvidia-cosmos/cosmos-predict2, documentations/post-training_video2world_agibot_fisheye.md, 2.2.
 
     Told: 93 frames of 704 × 1,280; 2B on 8 GPUs with context parallelism 2, 14B on 32 with 8; FSDP over all;
-    attention's output and some products kept. The seconds have the encoding of the clip in them. Assumed: fp32 weights,
-    Ulysses, 512 tokens of text, 400 Gb/s a GPU between nodes, A100 SXM of 80 GB, no mask of padding.
+    attention's output and some products kept; clips are encoded in the step, by Wan 2.1's VAE on every rank. Assumed:
+    fp32 weights, Ulysses, 512 tokens of text, 400 Gb/s a GPU between nodes, A100 SXM of 80 GB, no mask of padding, and
+    that convolutions in NVIDIA's container are as fast as products: were they as slow as elsewhere (devices.py),
+    encoding alone would take longer than the whole step.
     """
     small = dict(num_attention_heads=16, num_layers=28)
     large = dict(num_attention_heads=40, num_layers=36)
@@ -176,22 +232,27 @@ def cosmos() -> Iterator[Step]:
                 "Cosmos-Predict2", f"{name}, 84,480 tokens, cp={ulysses} on {ranks} {device}", f"{device}x8-ib400",
                 Plan(dp_shard=4, ulysses=ulysses, sharding="zero3", precision="bf16", checkpoint="selective"),
                 partial(_workload, "CosmosTransformer3DModel", _cosmos, **sizes, **both), Figure("seconds", seconds),
-                residents=Residents(ema=True),
+                residents=Residents(ema=True), beside=encoding,
             )  # fmt: skip
 
 
 def cogvideox() -> Iterator[Step]:
-    """github.com/a-r-r-o-w/cogvideox-factory, README.md, memory requirements: 49 frames of 480 × 720 on one A100.
+    """github.com/a-r-r-o-w/cogvideox-factory, training/README.md: 49 frames of 480 × 720 on one A100.
 
-    Told: AdamW or its 8-bit form, autocast, latents and captions cached, the column before validation. Assumed: GiB
-    that torch's allocator has reserved; adapters at attention's projections, base weights in 16 bits; fp32 weights
-    where all are trained, as the tables' differences say (51.9 GiB of weights, gradients and moments of 5B).
+    Told: AdamW or its 8-bit form, accelerate's autocast, latents and captions cached, the column before validation; by
+    utils.py GiB. Left out: what is no more than the column before training, when the text encoder is there. Assumed:
+    max_memory_reserved, and adapters at attention's projections; base weights in 16 bits, and in fp32 where all are
+    trained, as the column before training says; that figures are of the first step, as 8-bit moments and those on the
+    host have the same ones to 0.1 % (27.930 and 27.916, 66.648 and 66.607), so that none are in them.
     """
     rows: tuple[tuple[str, int, bool, int, str, float], ...] = (
         ("2b", 16, False, 1, "adamw", 43.764),
+        ("2b", 64, False, 1, "adamw", 44.314),
         ("2b", 256, False, 1, "adamw", 45.826),
         ("2b", 16, True, 4, "adamw", 21.803),
+        ("2b", 64, True, 4, "adamw", 22.254),
         ("5b", 16, True, 4, "adamw", 46.492),
+        ("5b", 64, True, 4, "adamw", 47.805),
         ("5b", 256, True, 1, "adamw", 22.119),
         ("2b", 0, True, 1, "adamw", 33.934),
         ("2b", 0, True, 4, "adamw", 38.281),
@@ -201,29 +262,30 @@ def cogvideox() -> Iterator[Step]:
     )
     for name, lora, is_checkpointed, batch, optimizer, reserved in rows:
         trained = f"LoRA of rank {lora}" if lora else f"all weights, {optimizer}"
-        what = f"CogVideoX-{name}, {trained}, batch {batch}{', checkpoints' if is_checkpointed else ''}"
-        plan = Plan(checkpoint="full" if is_checkpointed else "none", precision="bf16")
-        workload = partial(
-            _clip, f"cogvideox-{name}", 49, 480, 720, batch=batch, lora=lora, dtype=_BF16 if lora else None
-        )
         yield Step(
-            "cogvideox-factory", what, "a100", plan, workload, Figure("reserved", reserved),
+            "cogvideox-factory",
+            f"CogVideoX-{name}, {trained}, batch {batch}{', checkpoints' if is_checkpointed else ''}",
+            "a100",
+            Plan(),
+            partial(_by_accelerate, f"cogvideox-{name}", 49, 480, 720, batch, lora, is_checkpointed),
+            Figure("in the first step", reserved),
             residents=Residents(optimizer=optimizer),
-        )  # fmt: skip
+        )
 
 
 def finetrainers() -> Iterator[Step]:
     """github.com/a-r-r-o-w/finetrainers, docs/training/hunyuan_video.md: 49 frames of 512 × 768 on one GPU.
 
-    Told: LoRA of rank 128, whole blocks recomputed, latents and captions cached. Assumed: GiB that torch's allocator
-    has reserved.
+    Told: LoRA of rank 128, whole blocks recomputed, latents and captions cached; accelerate's autocast. Assumed: GiB
+    that torch's allocator has reserved.
     """
     yield Step(
-        "finetrainers", "HunyuanVideo, LoRA of rank 128", "h100", Plan(checkpoint="full", precision="bf16"),
-        partial(_clip, "hunyuan-video", 49, 512, 768, dtype=_BF16, lora=128), Figure("reserved", 42.387),
+        "finetrainers", "HunyuanVideo, LoRA of rank 128", "h100", Plan(),
+        partial(_by_accelerate, "hunyuan-video", 49, 512, 768, 1, 128, True), Figure("reserved", 42.387),
+        with_flash=True,
     )  # fmt: skip
 
 
 SOURCES: tuple[Callable[[], Iterator[Step]], ...] = (
-    nemo_wan, cosmos, cogvideox, finetrainers,
+    nemo_wan, nemo_automodel, cosmos, cogvideox, finetrainers,
 )  # fmt: skip
