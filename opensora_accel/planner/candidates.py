@@ -167,6 +167,8 @@ class Candidate:
     timeline: Timeline | None = None
     # The step by its parts; None for an estimate.
     foreseen: StepParts | None = None
+    # Seconds of a step that plans of the same degrees take at least, with its checkpoints and without.
+    floor_s: tuple[float, float] = (0.0, 0.0)
 
     @property
     def is_traced(self) -> bool:

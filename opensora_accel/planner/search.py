@@ -19,12 +19,10 @@ mean by how often each comes. Every number is an interval; that of an estimate i
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from opensora_accel.plan import Plan
 from opensora_accel.planner.allocator import StepMemory
@@ -46,6 +44,7 @@ from opensora_accel.planner.estimate import (
     axis_groups,
     farthest_rank,
 )
+from opensora_accel.planner.evidence import Corrections, Errors, Floors, floor_s
 from opensora_accel.planner.foresee import StepParts
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.run import trace_step
@@ -100,10 +99,10 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
     ]
     show("choosing finalists", 0.4)
     traced: dict[Plan, Candidate] = {}
-    errors = _Errors()
+    errors, floors = Errors(), Floors(request.hardware)
     may_win: list[Candidate] = []
     while True:
-        correction = _Correction(found, traced)
+        correction = Corrections(found, traced)
         left = [
             each
             for each in found
@@ -111,7 +110,13 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
         ]
         best_s = min((each.seconds_per_sample for each in traced.values() if each.fits), default=math.inf)
         foreseen = {each.plan: each.seconds_per_sample * correction.of(each.plan) for each in left}
-        least = {plan: seconds * errors.least(correction.level(plan)) for plan, seconds in foreseen.items()}
+        least = {
+            each.plan: max(
+                foreseen[each.plan] * errors.least(correction.level(each.plan)),
+                floors.of(each) / each.samples,
+            )
+            for each in left
+        }
         may_win = [each for each in left if least[each.plan] < (1 - _AS_FAST) * best_s]
         is_late = time.perf_counter() - start > budget_s
         each = min(left, key=lambda each: least[each.plan], default=None)
@@ -125,10 +130,11 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
         )
         show(f"tracing {describe(each.plan)}: {len(may_win):,} more may win", 0.4 + 0.6 * min(1.0, spent))
         traced[each.plan] = exact(request, each.plan, each.passes)
+        floors.note(traced[each.plan])
         errors.note(correction.level(each.plan), traced[each.plan].seconds_per_sample / foreseen[each.plan])
     # Where nothing fits there is nothing to win from.
     may_win = may_win if has_one else []
-    correction = _Correction(found, traced)
+    correction = Corrections(found, traced)
     merged = [traced.get(each.plan) or _scaled(each, correction.of(each.plan)) for each in found]
     show("ranking", 1.0)
     return Outcome(
@@ -145,68 +151,6 @@ def _may_fit(request: Request, candidate: Candidate, factor: float) -> bool:
     """By the middle of what is estimated, times a factor that traced plans like it have shown."""
     low, high = candidate.memory_bytes
     return factor * (low + high) / 2 <= request.hardware.memory_bytes and not _host_excess(request, candidate)
-
-
-# How far off, as a share, a corrected estimate is taken to be before any was seen, by `_Correction.level`; assumed.
-_PRIORS = (0.03, 0.06, 0.12, 0.2)
-
-
-class _Errors:
-    """How far off corrected estimates have been, by how much the plan was like those that were traced before."""
-
-    def __init__(self) -> None:
-        self._squares: list[list[float]] = [[] for _ in _PRIORS]
-
-    def note(self, level: int, ratio: float) -> None:
-        """`ratio`: what a plan took by its trace, of what was foreseen."""
-        self._squares[level].append(math.log(ratio) ** 2)
-
-    def least(self, level: int) -> float:
-        """The share of what is foreseen that a plan takes at least: two standard deviations less.
-
-        What is assumed counts as two plans: after errors of 1 % twice, 3 % become 2.2 %.
-        """
-        seen = self._squares[level]
-        variance = (2 * _PRIORS[level] ** 2 + sum(seen)) / (2 + len(seen))
-        return math.exp(-2 * math.sqrt(variance))
-
-
-class _Correction:
-    """What traced plans took and needed, over what was estimated of them: of plans like them, or of all."""
-
-    def __init__(self, found: Sequence[Candidate], traced: Mapping[Plan, Candidate]):
-        ratios = defaultdict[Any, list[float]](list)
-        for each in found:
-            exact_one = traced.get(each.plan)
-            if exact_one is not None:
-                plan, middle = each.plan, sum(each.memory_bytes) / 2
-                for key in self._time_keys(plan):
-                    ratios[key].append(exact_one.expected_s / each.expected_s)
-                for key in self._memory_keys(plan):
-                    ratios[key].append(exact_one.memory_bytes[1] / middle)
-        self._median = {key: statistics.median(values) for key, values in ratios.items()}
-
-    def of(self, plan: Plan) -> float:
-        """For its seconds."""
-        return next((self._median[key] for key in self._time_keys(plan) if key in self._median), 1.0)
-
-    def level(self, plan: Plan) -> int:
-        """How much a traced plan is like it: 0 in its degrees and checkpoints, 3 in nothing."""
-        return next(
-            (i for i, key in enumerate(self._time_keys(plan)) if key in self._median), len(_PRIORS) - 1
-        )
-
-    def of_memory(self, plan: Plan) -> float:
-        return next((self._median[key] for key in self._memory_keys(plan) if key in self._median), 1.0)
-
-    @staticmethod
-    def _time_keys(plan: Plan) -> tuple[Any, ...]:
-        degrees = plan.ring, plan.ulysses, plan.tp
-        return ("time", *degrees, plan.checkpoint), ("time", *degrees), ("time", plan.ring), "time"
-
-    @staticmethod
-    def _memory_keys(plan: Plan) -> tuple[Any, ...]:
-        return ("memory", plan.checkpoint, plan.sharding), ("memory", plan.checkpoint), "memory"
 
 
 def _scaled(candidate: Candidate, factor: float) -> Candidate:
@@ -249,7 +193,7 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
     whole = sum(share for _workload, share in request.mix)
     times, kinds_s = [0.0, 0.0, 0.0], defaultdict[str, float](float)
     largest: tuple[Trace, Timeline] | None = None
-    foreseen = StepParts()
+    foreseen, floors = StepParts(), [0.0, 0.0]
     # Any number of microbatches follows from two.
     traced = min(2, passes.accumulation)
     for workload, share in request.mix:
@@ -268,6 +212,8 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
             times[index] += step_s * share / whole
         repeats = passes.accumulation / traced
         foreseen.add(trace, timelines, hardware, placement, share / whole, repeats)
+        for index, seconds in enumerate(floor_s(trace, hardware, placement)):
+            floors[index] += seconds * repeats * share / whole
         for kind, seconds in timelines[1].critical_s.items():
             kinds_s[kind] += seconds * repeats * share / whole
         if largest is None or trace.peak_bytes > largest[0].peak_bytes:
@@ -288,7 +234,9 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
         communication_bytes=communication_buffer_bytes(trace, hardware),
         storages=trace.storages,
     )  # fmt: skip
-    return replace(candidate, trace=trace, timeline=timeline, foreseen=foreseen)
+    return replace(
+        candidate, trace=trace, timeline=timeline, foreseen=foreseen, floor_s=(floors[0], floors[1])
+    )
 
 
 def busiest_rank(trace: Trace) -> int:
