@@ -26,10 +26,16 @@ from opensora_accel.planner.estimate import axis_groups, farthest_rank
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.trace import Operation, Trace
 
-# How far off, as a share, a corrected estimate is taken to be before any was seen, by `Corrections.level`; assumed.
-_PRIORS = (0.03, 0.06, 0.12, 0.2)
+# How far off, as a share, a corrected estimate is taken to be before any was seen, by `Corrections.level`. Those of
+# Wan-14B on 8 GPUs, all traced, were off by up to 0.4, 3, 3, and 10 % (tools/bench/plan_search.py); these are wider.
+_PRIORS = (0.01, 0.03, 0.04, 0.08, 0.2)
+# The share of the foreseen memory that a plan needs at least, and where one was traced that keeps and moves the same:
+# of the same plans 5 and 3 % less were needed at the most.
+_LEAST_MEMORY, _LEAST_MEMORY_ALIKE = 0.95, 0.97
 # Casts and copies of parameters are the kernels' that differ between ways to shard: by up to 0.3 % of a step.
 _OF_PARAMETERS = 0.995
+# On which a block's own collectives run, those of its parameters left out.
+_OWN_AXES = ("ring", "ulysses", "tp")
 
 
 class Errors:
@@ -72,22 +78,30 @@ class Corrections:
         return next((self._median[key] for key in self._time_keys(plan) if key in self._median), 1.0)
 
     def level(self, plan: Plan) -> int:
-        """How much a traced plan is like it: 0 in its degrees and checkpoints, 3 in nothing."""
+        """How much a traced plan is like it: 0 in its degrees and what it keeps, 3 in nothing, 4 if none is traced."""
         return next(
             (i for i, key in enumerate(self._time_keys(plan)) if key in self._median), len(_PRIORS) - 1
         )
 
     def of_memory(self, plan: Plan) -> float:
+        """For its bytes."""
         return next((self._median[key] for key in self._memory_keys(plan) if key in self._median), 1.0)
+
+    def of_least_memory(self, plan: Plan) -> float:
+        """For the bytes that it may need at least."""
+        alike = self._memory_keys(plan)[0] in self._median
+        return self.of_memory(plan) * (_LEAST_MEMORY_ALIKE if alike else _LEAST_MEMORY)
 
     @staticmethod
     def _time_keys(plan: Plan) -> tuple[Any, ...]:
-        degrees = plan.ring, plan.ulysses, plan.tp
-        return ("time", *degrees, plan.checkpoint), ("time", *degrees), ("time", plan.ring), "time"
+        degrees, kept = (plan.ring, plan.ulysses, plan.tp), (plan.checkpoint, plan.mlp_chunks)
+        return ("time", *degrees, *kept), ("time", *degrees), ("time", plan.ring), "time"
 
     @staticmethod
     def _memory_keys(plan: Plan) -> tuple[Any, ...]:
-        return ("memory", plan.checkpoint, plan.sharding), ("memory", plan.checkpoint), "memory"
+        kept = plan.checkpoint, plan.mlp_chunks
+        moved = plan.sharding, plan.offload, plan.cpu_offload
+        return ("memory", *kept, *moved), ("memory", *kept), ("memory", plan.checkpoint)
 
 
 def floor_s(trace: Trace, hardware: Hardware, placement: Placement) -> tuple[float, float]:
@@ -131,6 +145,7 @@ class Floors:
     def __init__(self, hardware: Hardware):
         self._hardware = hardware
         self._traced = defaultdict[Any, dict[str, float]](dict)
+        self._spreads: dict[Plan, Any] = {}
 
     def note(self, candidate: Candidate) -> None:
         """`candidate` was traced."""
@@ -155,8 +170,11 @@ class Floors:
     def _key(self, candidate: Candidate, chunks: int) -> Any:
         """What decides over the kernels of the rank that is traced, and over where its sequence axes send."""
         plan = candidate.plan
-        placement = Placement.on(self._hardware, plan.world_size)
-        groups = axis_groups(plan, farthest_rank(plan, placement))
-        spread = tuple(placement.spread(groups[axis]) for axis in ("ring", "ulysses", "tp") if axis in groups)
+        if plan not in self._spreads:
+            placement = Placement.on(self._hardware, plan.world_size)
+            groups = axis_groups(plan, farthest_rank(plan, placement))
+            self._spreads[plan] = tuple(
+                placement.spread(groups[axis]) for axis in _OWN_AXES if axis in groups
+            )
         degrees = plan.ring, plan.ulysses, plan.tp
-        return degrees, spread, plan.overlap_ulysses, plan.two_level, candidate.passes, chunks
+        return degrees, self._spreads[plan], plan.overlap_ulysses, plan.two_level, candidate.passes, chunks

@@ -106,7 +106,7 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
         left = [
             each
             for each in found
-            if each.plan not in traced and _may_fit(request, each, correction.of_memory(each.plan))
+            if each.plan not in traced and _may_fit(request, each, correction.of_least_memory(each.plan))
         ]
         best_s = min((each.seconds_per_sample for each in traced.values() if each.fits), default=math.inf)
         foreseen = {each.plan: each.seconds_per_sample * correction.of(each.plan) for each in left}
@@ -119,7 +119,16 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
         }
         may_win = [each for each in left if least[each.plan] < (1 - _AS_FAST) * best_s]
         is_late = time.perf_counter() - start > budget_s
-        each = min(left, key=lambda each: least[each.plan], default=None)
+        # First what is foreseen to fit and to be faster than the best; then what is only not known to be slower.
+        better = (
+            each
+            for each in left
+            if foreseen[each.plan] < (1 - _AS_FAST) * best_s
+            and _may_fit(request, each, correction.of_memory(each.plan))
+        )
+        each = min(better, key=lambda each: foreseen[each.plan], default=None) or min(
+            left, key=lambda each: least[each.plan], default=None
+        )
         has_one = best_s < math.inf
         is_enough = len(traced) >= (FEWEST if has_one else MOST_THAT_DO_NOT_FIT)
         if each is None or (is_enough and (is_late or not may_win)):
