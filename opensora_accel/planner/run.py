@@ -36,6 +36,7 @@ from shardformer.paths import children
 from shardformer.policy import find_policy, has_policy
 
 # Blocks of a stretch that are recorded at first: the first and the last ones differ, and two in between are compared.
+# Prefetching lets two more differ for each block ahead, and averaging gradients of whole parameters one.
 _FEW = 3
 # No plan's arena is that large.
 _UNLIMITED_BYTES = 2**62
@@ -57,7 +58,7 @@ def trace_step(workload: Workload, plan: Plan, *, rank: int = 0, num_blocks: int
     if plan.offload == "auto":
         # What "auto" moves depends on times. All is the most that it may move.
         plan = plan.replace(offload=1.0)
-    few = _FEW + 2 * (plan.prefetch if plan.is_sharded else 0)
+    few = _FEW + (2 * plan.prefetch if plan.is_sharded else plan.mixed > 1)
     while True:
         session = _Session(workload, plan, rank, num_blocks, few)
         try:

@@ -23,11 +23,14 @@ from opensora_accel.planner.candidates import (
 )
 from opensora_accel.planner.cost import Placement
 from opensora_accel.planner.estimate import Estimator, Reference, axis_groups, farthest_rank
+from opensora_accel.planner.evidence import Floors, floor_s
 from opensora_accel.planner.explain import bound_of, change_between, explain, neighbours, placement_of
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.search import exact, search
 from opensora_accel.planner.trace import Operation, Trace
 from tests.planner.stand_in import StandInWorkload, reference, trace_step
+from tests.planner.steps import small as small_workload
+from tests.tiers import PROVE
 
 H100 = Hardware.named("h100x8-ib400")
 GIB = 2**30
@@ -255,6 +258,42 @@ def test_what_is_chosen_is_the_best_of_all_that_there_are(asked):
     assert outcome.may_win == () and outcome.best in outcome.ties
 
 
+@pytest.mark.parametrize("asked", [request(8), request(16, global_batch=16), request(8, small(1.6))])
+def test_no_plan_beats_the_floor_that_others_of_its_degrees_tell(asked):
+    """Each plan's floor is told by all before it, and is not idle: within its communication of what it takes."""
+    floors, told = Floors(asked.hardware), 0
+    for plan, passes in candidates(asked, Counter()):
+        traced = exact(asked, plan, passes)
+        floor = floors.of(traced)
+        assert floor <= traced.expected_s, describe(plan)
+        told += floor > 0.8 * traced.expected_s
+        floors.note(traced)
+    assert told > 50
+
+
+def test_a_floor_has_what_sequence_axes_send_and_nothing_of_the_shards():
+    """Compute of 2 s waits for an exchange of 1 s; a gather of 5 s, its copy, and the optimizer do not count."""
+
+    def operation(name, kind, stream, seconds, after=(), phase="forward"):
+        return Operation(name, kind, stream, after, phase, 0, num_bytes=round(seconds * 1e9))
+
+    operations = (
+        operation("all-gather", "copy_in", "gather", 5),
+        operation("fsdp.split_with_sizes_copy", "memory", "compute", 5, (0,)),
+        operation("aten.add", "memory", "compute", 1),
+        operation("all-to-all", "copy_in", "exchange", 1, (2,)),
+        operation("aten.add", "memory", "compute", 1, (3,), "recompute"),
+        operation("aten.addcmul_", "memory", "compute", 5, (), "optimizer"),
+    )
+    link = dataclasses.replace(H100.host_link, bandwidth_bytes_per_s=1e9, latency_s=0.0)
+    hardware = dataclasses.replace(H100, host_link=link)
+    trace = Trace(Plan(ulysses=2), 0, 1, operations, (), 0, 0, 0, 0)
+    placement = Placement(2, 2)
+    whole, plain = floor_s(trace, hardware, placement)
+    one_s = search_module.alone_s(operations[2], hardware, placement, trace.plan)
+    assert whole == pytest.approx(1 + 2 * one_s) and plain == pytest.approx(1 + one_s)
+
+
 def test_without_time_it_says_what_may_win(capsys):
     outcome = search(request(16), budget_s=0)
     assert sum(each.is_traced for each in outcome.candidates) == search_module.FEWEST
@@ -286,6 +325,15 @@ def test_a_kind_of_plan_that_is_estimated_too_slow_is_traced_where_others_were_a
     asked = request(8)
     outcome = search(asked, budget_s=float("inf"))
     assert outcome.best.seconds_per_sample <= 1.01 * exhaustive(asked)
+
+
+@PROVE
+def test_what_is_chosen_for_a_real_model_is_the_best_of_all_traced(monkeypatch):
+    monkeypatch.undo()
+    workload = small_workload("Wan", fused_optimizer=True, architecture="sm_90", layers=6)
+    asked = Request(((workload, 1.0),), H100, 4, fixed={"mlp_chunks": 1, "offload": 0.0})
+    outcome = search(asked, budget_s=float("inf"))
+    assert outcome.best.seconds_per_sample <= 1.01 * exhaustive(asked) and outcome.may_win == ()
 
 
 # ---- estimates

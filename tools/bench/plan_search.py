@@ -1,12 +1,13 @@
 """Whether the plan that the planner's search chooses is the best of all that there are, under the planner's own model.
 
-Claims, for each case: the chosen plan is within 1 % of the best by exhaustion, the search took at most 60 s, and no
+Claims, for each case: the chosen plan is within 1 % of the best of all candidates, the search took at most 60 s, and no
 traced plan beats the floor of its kind (opensora_accel/planner/evidence.py).
 
-Exhaustion traces and simulates every candidate that may fit: by the low end of its estimated memory. Where --every has
-fewer GPUs than a case, a candidate is left out as well whose floor is not below the best: plans of the same degrees,
-pieces of the MLP and checkpoints have the same kernels and exchanges, and one of them was traced. Nothing else is left
-out: the estimates of time exclude none. With --minutes it may end before, and the table has how many were left.
+Every candidate that may fit, by the low end of its estimated memory, is traced and simulated. Where a case has more
+GPUs than --every, a candidate is left out as well that cannot be faster than the chosen one by 1 %: because plans of
+the same degrees have the same kernels and exchanges, and one of them was traced. The table counts both, and "bound" is
+the least that any candidate takes: of those that were traced their seconds, of those left out their floors. Estimates
+of time exclude none. With --minutes it may end before, and the table has how many were left.
 
 Nothing of this is measured on a GPU: all seconds of steps are simulated.
 """
@@ -31,6 +32,7 @@ from opensora_accel.planner.search import exact, search
 CASES = {"8": (8, "h100x8"), "64": (64, "h100x8-ib400"), "1024": (1024, "h100x8-ib400")}
 # On 1,024 GPUs.
 FEWEST_TRACED = 200
+WITHIN = 1.01
 
 
 @dataclass
@@ -40,7 +42,9 @@ class Exhaustion:
     best_s: float
     best: str
     traced: int
-    # Candidates that were not traced: they cannot fit, their floor is not below the best, or there was no time.
+    # The least of the traced ones that fit and of the floors of those left out.
+    bound_s: float
+    # Candidates that were not traced: they cannot fit, cannot be faster by 1 %, or there was no time.
     too_large: int
     by_floor: int
     left: int
@@ -83,26 +87,33 @@ def exhaust(
             note(each)
     untraced = [each for each in outcome.candidates if not each.is_traced]
     left = [each for each in untraced if each.memory_bytes[0] <= request.hardware.memory_bytes]
-    too_large, by_floor = len(untraced) - len(left), 0
+    too_large = len(untraced) - len(left)
     # The fastest first: each one's floor leaves others out.
     left.sort(key=lambda each: each.seconds_per_sample)
+    chosen = outcome.best
+    assert chosen is not None, "nothing fits"
+
+    def floor_of(each: Candidate) -> float:
+        return floors.of(each) / each.samples
+
+    def can_win(each: Candidate) -> bool:
+        return is_every or floor_of(each) < chosen.seconds_per_sample / WITHIN
+
     while left and time.perf_counter() - start < limit_s:
-        candidates = [each for each in left if floors.of(each) / each.samples < best_s]
-        if not is_every and not candidates and len(plans) >= fewest:
-            by_floor, left = len(left), []
+        winners = [each for each in left if can_win(each)]
+        if not winners and len(plans) >= fewest:
             break
-        each = candidates[0] if candidates and not is_every else left[0]
+        # One of each degrees first, and of all the fastest.
+        each = left[0] if is_every or not winners else min(winners, key=floor_of)
         left.remove(each)
         note(exact(request, each.plan, each.passes))
-        harness.say(
-            f"{len(plans)} traced, {len(left)} left, {len(candidates)} of them by floor: best {best_s:.5g} s, {best}"
-        )
-    if not is_every:
-        remaining = [each for each in left if floors.of(each) / each.samples < best_s]
-        by_floor, left = by_floor + len(left) - len(remaining), remaining
+        harness.say(f"{len(plans)} traced, {len(winners) - 1} may win: best {best_s:.5g} s, {best}")
+    remaining = [each for each in left if can_win(each)]
+    bound_s = min([best_s, *(floor_of(each) for each in left if not can_win(each))])
     return Exhaustion(
-        best_s, best, len(plans), too_large, by_floor, len(left), over, time.perf_counter() - start, plans
-    )
+        best_s, best, len(plans), bound_s, too_large, len(left) - len(remaining), len(remaining), over,
+        time.perf_counter() - start, plans,
+    )  # fmt: skip
 
 
 def measure(name: str, options: Any) -> dict[str, Any]:
@@ -128,8 +139,9 @@ def measure(name: str, options: Any) -> dict[str, Any]:
         "traced_by_search": sum(each.is_traced for each in outcome.candidates),
         "may_win": len(outcome.may_win), "search_s": search_s,
         "chosen": describe(chosen.plan), "chosen_s": chosen.seconds_per_sample,
-        "difference": chosen.seconds_per_sample / found.best_s - 1, "difference_percent":
-        100 * (chosen.seconds_per_sample / found.best_s - 1),
+        "over_best": chosen.seconds_per_sample / found.best_s, "over_bound": chosen.seconds_per_sample / found.bound_s,
+        "difference_percent": 100 * (chosen.seconds_per_sample / found.best_s - 1),
+        "most_percent": 100 * (chosen.seconds_per_sample / found.bound_s - 1),
         **vars(found),
     }  # fmt: skip
 
@@ -153,9 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         row = measure(name, options)
         rows.append(row)
         gpus = f"{row['gpus']} GPUs"
-        claims.append(
-            make_claim(f"chosen over best by exhaustion, {gpus}", 1 + row["difference"], "at most", 1.01)
-        )
+        claims.append(make_claim(f"chosen over the best traced, {gpus}", row["over_best"], "at most", WITHIN))
+        claims.append(make_claim(f"chosen over the bound, {gpus}", row["over_bound"], "at most", WITHIN))
         claims.append(make_claim(f"seconds of the search, {gpus}", row["search_s"], "at most", 60))
         claims.append(
             make_claim(f"least time over its floor, {gpus}", row["least_over_floor"], "at least", 1.0)
@@ -165,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     columns = {
         "GPUs": "gpus", "candidates": "candidates", "cannot fit": "too_large", "traced": "traced",
         "out by floor": "by_floor", "left": "left", "best by exhaustion": "best", "s a sample": "best_s",
-        "chosen": "chosen", "s": "chosen_s", "difference %": "difference_percent",
+        "chosen": "chosen", "s": "chosen_s", "over best %": "difference_percent", "over bound %": "most_percent",
         "traced by search": "traced_by_search", "search s": "search_s",
     }  # fmt: skip
     report.show(make_table(f"The chosen plan of {options.model} (simulated)", columns, rows))
