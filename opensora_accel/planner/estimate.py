@@ -47,6 +47,7 @@ from shardformer.policy import find_policy, has_policy
 TIME_INTERVAL, MEMORY_INTERVAL = 0.3, 0.08
 # DDP's first and last buckets cannot hide; torch's default of 25 MiB.
 _BUCKET_BYTES = 25 * 2**20
+_KERNELS = ("gemm", "attention", "memory")
 
 
 def axis_groups(plan: Plan, rank: int = 0) -> dict[str, tuple[int, ...]]:
@@ -178,7 +179,7 @@ class Reference:
         """How often each kernel runs, by its phase and whether it is in a block. Their order does not matter here."""
         counts: dict[tuple[str, bool], Counter[Operation]] = defaultdict(Counter)
         for each in self.whole.operations:
-            if each.kind in ("gemm", "attention", "memory"):
+            if each.kind in _KERNELS:
                 same = replace(each, after=(), block=None, region=None, stream="compute")
                 counts[each.phase, each.block is not None][same] += 1
         return dict(counts)
@@ -325,12 +326,14 @@ class Estimator:
         forward = self._compute("forward", degrees, 1, placement)
         backward = self._compute("backward", degrees, 1, placement)
         for part in (forward, backward):
-            for kind in ("gemm", "attention", "memory", "host"):
+            for kind in (*_KERNELS, "host"):
                 pass_s[kind] += part[kind]
         again_s = 0.0
         if plan.checkpoint != "none":
             again = forward["in blocks"] - (forward["attention"] if plan.checkpoint == "selective" else 0.0)
             pass_s["recomputation"] = again_s = max(0.0, again)
+        if plan.mlp_chunks > 1:
+            pass_s["MLPs in pieces"] = self._pieces_s * samples / plan.sequence / plan.tp
         forward_s = forward["in blocks"] / blocks
         backward_s = (backward["in blocks"] + again_s) / blocks
         groups = axis_groups(plan, farthest_rank(plan, placement))
@@ -353,6 +356,15 @@ class Estimator:
             step["optimizer"] = trained * 7 / HOST_OPTIMIZER_BYTES_PER_S
             step["copies"] += hardware.host_link.time_s(1, trained + (kept + trained) * accumulation)
         return {kind: seconds for kind, seconds in step.items() if seconds > 0}
+
+    @cached_property
+    def _pieces_s(self) -> float:
+        """What kernels of a pass take longer where MLPs run in pieces, on one rank that has all."""
+        whole, in_pieces = (
+            sum(kernel_s(each, self.hardware) for each in trace.operations if each.kind in _KERNELS)
+            for trace in (self.reference.whole, self.reference.in_pieces)
+        )
+        return max(0.0, in_pieces - whole)
 
     def _compute_s(
         self, phase: str, degrees: tuple[int, int, int, int], shards: int, placement: Placement

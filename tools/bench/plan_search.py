@@ -115,7 +115,9 @@ def exhaust(
         each = left[0] if is_every or not winners else min(winners, key=floor_of)
         left.remove(each)
         note(exact(request, each.plan, each.passes))
-        harness.say(f"{len(plans)} traced, {len(winners) - 1} may win: best {best_s:.5g} s, {best}")
+        harness.say(
+            f"{len(plans)} traced, {len([*filter(can_win, left)])} may win: best {best_s:.5g} s, {best}"
+        )
     remaining = [each for each in left if can_win(each)]
     bound_s = min([best_s, *(floor_of(each) for each in left if not can_win(each))])
     return Exhaustion(
@@ -183,7 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.save()
     columns = {
         "GPUs": "gpus", "candidates": "candidates", "cannot fit": "too_large", "too slow": "too_slow",
-        "traced": "traced", "out by floor": "by_floor", "left": "left", "best by exhaustion": "best", "s a sample": "best_s",
+        "traced": "traced", "out by floor": "by_floor", "left": "left",
+        "best by exhaustion": "best", "s a sample": "best_s",
         "chosen": "chosen", "s": "chosen_s",
         "over best %": "difference_percent", "over bound %": "most_percent",
         "traced by search": "traced_by_search", "search s": "search_s",
