@@ -16,11 +16,11 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from opensora_accel.observe import BACKWARD, FORWARD, KINDS, RECOMPUTE
+from opensora_accel.observe import AFTER, BACKWARD, FORWARD, KINDS, RECOMPUTE
 from opensora_accel.profiler.analysis import (
     LATE_CAUSES,
     Lane,
@@ -34,6 +34,7 @@ from opensora_accel.profiler.analysis import (
     Utilization,
 )
 from opensora_accel.profiler.intervals import exposed_seconds, length, length_of_columns, union
+from opensora_accel.profiler.kernels import kernels_of
 from opensora_accel.profiler.masks import MAX_MASKS, mask_imbalance, masks_of, pairs_of
 from opensora_accel.profiler.match_calls import (
     MatchedCalls,
@@ -43,10 +44,12 @@ from opensora_accel.profiler.match_calls import (
     kinds_of,
     match_calls,
     sent_by,
+    sizes_of,
 )
 from opensora_accel.profiler.rank_summary import (
     COMPUTE,
     COPIES,
+    LOSS,
     Part,
     RankSummary,
     StepSummary,
@@ -56,6 +59,7 @@ from opensora_accel.profiler.rank_summary import (
     without_collection,
 )
 from opensora_accel.profiler.records import REGIONS, MemorySample, StepRecord, rank_files
+from opensora_accel.profiler.waiting import critical_path_of, idle_of, late_ranks_of
 
 __all__ = ["RunAnalysis", "analyse", "analyse_ranks"]
 
@@ -64,7 +68,7 @@ LATE_SHARE = 0.05
 # How many congested calls are kept, those that lost most time, and how many samples or bars a picture has.
 MAX_CONGESTED, MAX_DRAWN = 100, 400
 
-PHASES = ("", FORWARD, RECOMPUTE, BACKWARD)
+PHASES = ("", FORWARD, LOSS, RECOMPUTE, BACKWARD, AFTER)
 
 
 def analyse(folder: Path, max_processes: int | None = None) -> RunAnalysis:
@@ -85,8 +89,9 @@ def analyse(folder: Path, max_processes: int | None = None) -> RunAnalysis:
             without_collection(),
         ):
             ranks = list(pool.map(summarise, by_size))
+    ranks.sort(key=lambda rank: rank.run.rank)
     with without_collection():
-        return analyse_ranks(sorted(ranks, key=lambda rank: rank.run.rank), folder.name)
+        return replace(analyse_ranks(ranks, folder.name), kernels=kernels_of(folder, ranks))
 
 
 def analyse_ranks(ranks: Sequence[RankSummary], name: str) -> RunAnalysis:
@@ -121,6 +126,7 @@ def analyse_ranks(ranks: Sequence[RankSummary], name: str) -> RunAnalysis:
     steps = [_step(ranks, summaries, number, number not in counted, lateness) for number in shared]
     congested, masks = congested_calls(matched), masks_of(ranks, summaries, counted)
     first, step_s = ranks[0].run, [step.seconds for step in steps if not step.warm_up]
+    mean_step_s = statistics.fmean(step_s)
     throughput = [step.tokens_per_s for step in steps if not step.warm_up and step.tokens_per_s is not None]
     peak_rank = max(
         (i for i, rank in enumerate(analyses) if rank.peak),
@@ -140,13 +146,17 @@ def analyse_ranks(ranks: Sequence[RankSummary], name: str) -> RunAnalysis:
         model=first.model,
         environment=_environment(ranks),
         step_s=Spread.of(step_s),
-        mean_step_s=statistics.fmean(step_s),
+        mean_step_s=mean_step_s,
         tokens_per_s=Spread.of(throughput) if throughput else None,
         parts=_mean_parts(analyses),
         ranks=analyses,
         steps=steps,
         axes=axes_of(ranks, matched, len(counted)),
         kinds=kinds_of(matched, len(ranks), len(counted)),
+        sizes=sizes_of(matched, len(ranks), len(counted), mean_step_s),
+        idle=idle_of(ranks, summaries, counted, matched, mean_step_s),
+        critical_path=critical_path_of(ranks, summaries, counted, matched),
+        late_ranks=late_ranks_of(ranks, counted, matched, mean_step_s),
         compute_to_communication=statistics.median(ratios) if ratios else None,
         sent=sent_by(ranks, summaries, counted),
         num_congested=len(congested),

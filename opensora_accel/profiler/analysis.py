@@ -130,6 +130,93 @@ class KindAnalysis:
 
 
 @dataclass(frozen=True)
+class MessageSize:
+    """Calls of one kind and of about one size over one axis: a rank's, per step, as the mean over ranks."""
+
+    axis: str
+    # As of `KindAnalysis`, but "message" for its two ends together.
+    kind: str
+    # What a rank sends in a call: so many bytes or more, and fewer than these, where there is an end.
+    from_bytes: int
+    below_bytes: int | None
+    calls: float
+    sent_bytes: float
+    # In which there is such a call that all ranks have come to, and what is sent in them.
+    seconds: float
+    bytes_per_s: float | None
+    # Of the mean step: these seconds, and those of them that compute waits.
+    share: float
+    exposed_share: float
+
+
+@dataclass(frozen=True)
+class IdleTime:
+    """What the devices waited for, in the mean step: the mean over ranks, and the rank that waited longest."""
+
+    # data, host, network, late ranks, copies, save, other.
+    cause: str
+    # None where no rank knows it.
+    mean_s: float | None
+    share: float | None
+    most_s: float | None
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class CriticalPart:
+    """A part of the path that the step's time is made of, followed back from its end; in the mean step."""
+
+    # A phase, a region without phases, or "network over AXIS".
+    what: str
+    seconds: float
+    share: float
+    # The rank that the path leads through most in this part; of the network who came last to its calls.
+    rank: int
+    rank_s: float
+
+
+@dataclass(frozen=True)
+class LateRank:
+    """What others waited for one rank in calls of one axis, in the mean step."""
+
+    rank: int
+    axis: str
+    waiting_ranks: int
+    # Of those that waited, the mean; and the one that waited most.
+    mean_s: float
+    most_rank: int
+    most_s: float
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """Kernels of one name or of one kind, in the step that was traced."""
+
+    name: str
+    # matrix products, attention, norms, elementwise, copies, collectives, ...
+    kind: str
+    count: int
+    seconds: float
+    # Of the traced step.
+    share: float
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What ran in one traced step of one rank, the longest first."""
+
+    rank: int
+    step: int
+    step_s: float
+    # Whether these are a GPU's kernels, or operators of a host with the time that each had for itself.
+    is_gpu: bool
+    by_kind: Sequence[KernelTime]
+    # The first of `num_names`.
+    by_name: Sequence[KernelTime]
+    num_names: int
+
+
+@dataclass(frozen=True)
 class CongestedCall:
     """A call that took more than twice as long as the median of its kind, axis and size."""
 
@@ -258,6 +345,10 @@ class RunAnalysis:
     steps: Sequence[StepAnalysis]
     axes: Sequence[AxisAnalysis]
     kinds: Sequence[KindAnalysis]
+    sizes: Sequence[MessageSize]
+    idle: Sequence[IdleTime]
+    critical_path: Sequence[CriticalPart]
+    late_ranks: Sequence[LateRank]
     compute_to_communication: float | None
     # Bytes from rank to rank per step: source, target, bytes.
     sent: Sequence[tuple[int, int, float]]
@@ -275,4 +366,6 @@ class RunAnalysis:
     utilization: Utilization
     # A rank's, in a step: "copy out" and "copy in", beside compute or not.
     copies: Mapping[str, Spread]
+    # Of a step that torch's profiler has traced; None without such a trace.
+    kernels: Kernels | None = None
     notes: Sequence[str] = ()

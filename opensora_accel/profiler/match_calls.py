@@ -23,6 +23,7 @@ from opensora_accel.profiler.analysis import (
     CongestedCall,
     CongestedLink,
     KindAnalysis,
+    MessageSize,
     Spread,
 )
 from opensora_accel.profiler.intervals import length_of_columns
@@ -38,6 +39,8 @@ from opensora_accel.profiler.rank_summary import (
 CONGESTED_SHARE = 0.5
 # Of a message of so many bytes latency takes as long as the bytes: 5 µs at 25 GB/s.
 SMALL_BYTES = 1 << 17
+# Where one size of calls ends and the next begins.
+SIZE_ENDS = (1 << 12, SMALL_BYTES, 1 << 22, 1 << 27)
 
 # Seconds of many calls.
 Column = NDArray[np.float64]
@@ -55,13 +58,15 @@ class MatchedCalls:
     ready: Column
     ends: Column
     exposed: Column
+    # The place among the ranks of the one that came last; -1 where nobody knows.
+    last: NDArray[np.intp]
 
     @staticmethod
-    def of(rank: int, groups: Sequence[tuple[Calls, Column]]) -> MatchedCalls:
-        """Calls by group, each with the times at which everybody had come."""
+    def of(rank: int, groups: Sequence[tuple[Calls, Column, NDArray[np.intp]]]) -> MatchedCalls:
+        """Calls by group, each with the times at which everybody had come, and who came last."""
         kinds: list[CallKind] = []
         which = [np.zeros(0, np.intp)]
-        for calls, _ready in groups:
+        for calls, _ready, _last in groups:
             which.append(np.asarray(calls.which).astype(np.intp) + len(kinds))
             kinds += calls.kinds
         none = np.zeros(0)
@@ -69,10 +74,11 @@ class MatchedCalls:
             rank,
             kinds,
             np.concatenate(which),
-            np.concatenate([none, *(calls.starts for calls, _ready in groups)]),
-            np.concatenate([none, *(ready for _calls, ready in groups)]),
-            np.concatenate([none, *(calls.ends for calls, _ready in groups)]),
-            np.concatenate([none, *(calls.exposed for calls, _ready in groups)]),
+            np.concatenate([none, *(calls.starts for calls, _ready, _last in groups)]),
+            np.concatenate([none, *(ready for _calls, ready, _last in groups)]),
+            np.concatenate([none, *(calls.ends for calls, _ready, _last in groups)]),
+            np.concatenate([none, *(calls.exposed for calls, _ready, _last in groups)]),
+            np.concatenate([np.zeros(0, np.intp), *(last for _calls, _ready, last in groups)]),
         )
 
     def transfer_s(self) -> Column:
@@ -97,7 +103,7 @@ def match_calls(
     unmatched: set[str],
 ) -> dict[tuple[int, int], MatchedCalls]:
     """By place in `ranks` and step; `unmatched` gets the names of groups whose calls cannot be laid side by side."""
-    columns: dict[tuple[int, int], list[tuple[Calls, Column]]] = defaultdict(list)
+    columns: dict[tuple[int, int], list[tuple[Calls, Column, NDArray[np.intp]]]] = defaultdict(list)
     place = {rank.run.rank: i for i, rank in enumerate(ranks)}
     groups = {
         (group, tuple(rank.run.groups.get(group, (rank.run.rank,))))
@@ -111,12 +117,15 @@ def match_calls(
             calls = [summaries[i][number].calls.get(group) or Calls() for i in there]
             together = len(there) == len(members) and _same_calls(calls)
             # Of calls that cannot be matched nobody knows what was the network's: none of it is said to be.
-            arrivals = np.max([each.starts for each in calls], axis=0) if together else None
+            starts = np.array([each.starts for each in calls]) if together else None
             if not together and any(each.which for each in calls):
                 unmatched.add(group)
             for i, each in zip(there, calls, strict=True):
-                ready = np.asarray(each.ends) if arrivals is None else arrivals
-                columns[i, number].append((each, ready))
+                if starts is None:
+                    ready, last = np.asarray(each.ends), np.full(len(each.which), -1, np.intp)
+                else:
+                    ready, last = starts.max(axis=0), np.array(there, np.intp)[starts.argmax(axis=0)]
+                columns[i, number].append((each, ready, last))
     return {
         (i, number): MatchedCalls.of(rank.run.rank, columns[i, number])
         for i, rank in enumerate(ranks)
@@ -229,6 +238,45 @@ def kinds_of(
         )
         for name in sorted(calls, key=lambda name: (-sent[name], name))
     ]
+
+
+def sizes_of(
+    matched: Mapping[tuple[int, int], MatchedCalls], num_ranks: int, num_steps: int, step_s: float
+) -> list[MessageSize]:
+    """Calls by axis, kind and size, those first that take most of the step. Both ends of a message are one."""
+    sums: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0] * 4)
+    for of_rank in matched.values():
+        num_calls_of = np.bincount(of_rank.which, minlength=len(of_rank.kinds)).tolist()
+        names = []
+        for each, times in zip(of_rank.kinds, num_calls_of, strict=True):
+            bucket = sum(_size(each) >= end for end in SIZE_ENDS)
+            name = each.axis, "message" if each.kind in MESSAGES else each.kind, bucket
+            names.append(name)
+            sums[name][0] += 0 if each.kind == "recv" else times
+            sums[name][1] += times * each.sent_bytes
+        for name in dict.fromkeys(names):
+            chosen = np.array([each == name for each in names])[of_rank.which]
+            sums[name][2] += length_of_columns(of_rank.ready[chosen], of_rank.ends[chosen])
+            sums[name][3] += of_rank.exposed_transfer_s(chosen)
+    ends = (0, *SIZE_ENDS, None)
+    rows = []
+    for (axis, kind, bucket), values in sums.items():
+        calls, sent, seconds, exposed = (value / num_ranks / num_steps for value in values)
+        rows.append(
+            MessageSize(
+                axis,
+                kind,
+                ends[bucket] or 0,
+                ends[bucket + 1],
+                calls,
+                sent,
+                seconds,
+                sent / seconds if seconds > 0 else None,
+                seconds / step_s,
+                exposed / step_s,
+            )
+        )
+    return sorted(rows, key=lambda row: (-row.share, row.axis, row.kind, row.from_bytes))
 
 
 def congested_calls(matched: Mapping[tuple[int, int], MatchedCalls]) -> list[CongestedCall]:

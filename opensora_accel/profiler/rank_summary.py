@@ -10,7 +10,8 @@ Spans are nested, and calls run beside them. Every instant of a step belongs to 
 
 An instant belongs to the innermost span, that is the one that began last, unless compute waits in it for a call: a call
 is waited for at its end, so the last `exposed_s` seconds of it are exposed communication of its axis. What no span
-covers is "other". Times are counted in whole nanoseconds, so that the parts add up to the step exactly.
+covers is "other", by the phases around it: before a forward, between a forward and a backward (the loss and the model's
+head), within or after backward. Times are counted in whole nanoseconds, so that the parts add up to the step exactly.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from opensora_accel.profiler.intervals import exposed_seconds, length
+from opensora_accel.observe import AFTER, BACKWARD, FORWARD, RECOMPUTE
+from opensora_accel.profiler.intervals import Interval, exposed_seconds, length
 from opensora_accel.profiler.records import (
     MaskedAttention,
     MemorySample,
@@ -52,6 +54,9 @@ class Part(NamedTuple):
 
 
 OTHER = Part("other", "", "")
+# The phase of what no span covers between a forward and a backward.
+LOSS = "loss"
+_PASS_OF = {FORWARD: FORWARD, RECOMPUTE: BACKWARD, BACKWARD: BACKWARD}
 
 
 class CallKind(NamedTuple):
@@ -94,6 +99,10 @@ class StepSummary:
     copies_s: Mapping[str, float]
     # In which the device waited for the host's next kernel; None where that is not known.
     host_bound_s: float | None
+    # In which the device computed nothing, by what it waited for; None where that is not known.
+    idle_s: Mapping[str, float | None]
+    # What the rank was at, piece by piece: where each ends, and its phase, or the region of one without.
+    phases: Sequence[tuple[float, str]]
     slowed_by: str
 
     @property
@@ -175,11 +184,13 @@ def summarise_step(record: StepRecord, beside_compute: Sequence[str] = ()) -> St
         for span in record.spans
         if span.region not in beside_compute
     ]
+    start, end = _ns(record.start_s), _ns(record.end_s)
+    parts_ns, host_bound_s = exclusive_ns(start, end, spans, waits), _host_bound_s(record)
     return StepSummary(
         step=record.step,
         start_s=record.start_s,
         end_s=record.end_s,
-        parts_ns=exclusive_ns(_ns(record.start_s), _ns(record.end_s), spans, waits),
+        parts_ns=parts_ns,
         metrics=record.metrics,
         peak_bytes=max((sample.device_bytes for sample in record.memory), default=0),
         calls=dict(groups),
@@ -189,18 +200,61 @@ def summarise_step(record: StepRecord, beside_compute: Sequence[str] = ()) -> St
             region: length((span.start_s, span.end_s) for span in record.spans if span.region == region)
             for region in COPIES
         },
-        host_bound_s=_host_bound_s(record),
+        host_bound_s=host_bound_s,
+        idle_s=_idle_s(record, parts_ns, host_bound_s, beside_compute),
+        phases=list(_phases(start, end, spans)),
         slowed_by=record.slowed_by,
     )
+
+
+def _phases(start: int, end: int, spans: Sequence[tuple[int, int, Part]]) -> Iterator[tuple[float, str]]:
+    last: tuple[int, str] | None = None
+    for until, part in _with_phases(_innermost_parts(start, end, spans)):
+        name = part.phase or part.region
+        if last is not None and last[1] != name:
+            yield last[0] / 1e9, last[1]
+        last = until, name
+    if last is not None:
+        yield last[0] / 1e9, last[1]
 
 
 def _host_bound_s(record: StepRecord) -> float | None:
     """Where the device was starved while the host neither read nor saved, and no call was waited for."""
     if record.starved is None:
         return None
-    waits = [(call.end_s - call.exposed_s, call.end_s) for call in record.calls if call.exposed_s > 0]
-    reads = [(span.start_s, span.end_s) for span in record.spans if span.region in ("data", "encode", "save")]
-    return exposed_seconds([*waits, *reads], record.starved)
+    return exposed_seconds([*_waits(record), *_spans_of(record, "data", "encode", "save")], record.starved)
+
+
+def _idle_s(
+    record: StepRecord,
+    parts_ns: Mapping[Part, int],
+    host_bound_s: float | None,
+    beside_compute: Sequence[str],
+) -> dict[str, float | None]:
+    """Every instant in which nothing is computed has one cause. Two of the communication's are told apart later."""
+    idle: dict[str, float | None] = {
+        name: sum(time for part, time in parts_ns.items() if part.region == region) / 1e9
+        for name, region in (("data", "data"), ("communication", "exposed"), ("save", "save"))
+    }
+    starved = record.starved or ()
+    busy = [*_spans_of(record, *COMPUTE, "data", "save"), *_waits(record)]
+    # Copies on the queue of compute take its time; those on queues of their own are waited for where nothing else is.
+    on_queue_s = sum(time for part, time in parts_ns.items() if part.region in COPIES) / 1e9
+    beside_s = (
+        exposed_seconds([*busy, *starved], _spans_of(record, *beside_compute)) if beside_compute else 0.0
+    )
+    other_s = sum(time for part, time in parts_ns.items() if part.region == "other") / 1e9
+    idle["copies"], idle["host"] = on_queue_s + beside_s, host_bound_s
+    idle["other"] = max(0.0, other_s - beside_s - exposed_seconds(busy, starved))
+    return idle
+
+
+def _waits(record: StepRecord) -> list[Interval]:
+    return [(call.end_s - call.exposed_s, call.end_s) for call in record.calls if call.exposed_s > 0]
+
+
+def _spans_of(record: StepRecord, *regions: str) -> list[Interval]:
+    return [(span.start_s, span.end_s) for span in record.spans if span.region in regions]
 
 
 def _ns(seconds: float) -> int:
@@ -219,7 +273,7 @@ def exclusive_ns(
     # The earliest one last, where `pop` takes it.
     pending = list(_disjoint(start, end, waits))[::-1]
     now = start
-    for until, part in _innermost_parts(start, end, spans):
+    for until, part in _with_phases(_innermost_parts(start, end, spans)):
         # [now, until) is this part's, without what is waited for in it.
         while pending and pending[-1][0] < until:
             first, last, wait = pending[-1]
@@ -266,6 +320,22 @@ def _innermost_parts(
             now = until
     if end > now:
         yield end, OTHER
+
+
+def _with_phases(pieces: Iterable[tuple[int, Part]]) -> Iterator[tuple[int, Part]]:
+    """The pieces, of which those outside of all spans have the phase that the step is in there."""
+    pieces = list(pieces)
+    following, after = [""] * len(pieces), ""
+    for i in range(len(pieces) - 1, -1, -1):
+        following[i] = after
+        after = _PASS_OF.get(pieces[i][1].phase, after)
+    before = ""
+    for (until, part), after in zip(pieces, following, strict=True):
+        before = _PASS_OF.get(part.phase, before)
+        if part == OTHER and (before, after) != (FORWARD, ""):
+            between = {(FORWARD, BACKWARD): LOSS, (BACKWARD, ""): AFTER}
+            part = Part("other", "", between.get((before, after), after))
+        yield until, part
 
 
 def _disjoint(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,36 @@ def _distinct_name(folder: Path, folders: Sequence[Path]) -> str:
     return "/".join(parts[-length:])
 
 
+def _summary(run: Mapping[str, Any], most: int = 4) -> Iterator[str]:
+    """What the devices waited for, the path that bounds the step, whom others waited for, calls, kernels."""
+    idle = sorted((each for each in run["idle"] if each["mean_s"]), key=lambda each: -each["mean_s"])
+    texts = {
+        "the devices wait for": [
+            f"{each['cause']} {each['share']:.1%} (rank {each['rank']}: {each['most_s']:.3g} s)"
+            for each in idle
+        ],
+        "the step is made of": [
+            f"{each['what']} {each['share']:.1%} (rank {each['rank']})" for each in run["critical_path"]
+        ],
+        "others wait for": [
+            f"rank {each['rank']}, {each['waiting_ranks']} of them {each['mean_s']:.3g} s each over "
+            f"{each['axis'] or 'no axis'}"
+            for each in run["late_ranks"]
+        ],
+        "calls": [
+            f"{each['calls']:,.4g} × {each['kind']} over {each['axis'] or 'no axis'} of "
+            f"{each['from_bytes'] >> 10:,} KiB or more, {each['share']:.1%} of the step"
+            for each in run["sizes"]
+        ],
+        "kernels": [
+            f"{each['kind']} {each['share']:.1%}" for each in (run["kernels"] or {}).get("by_kind", ())
+        ],
+    }
+    for what, rows in texts.items():
+        if rows:
+            yield f"  {what}: {'; '.join(rows[:most])}"
+
+
 # Writes a hardware file that is corrected by what was measured; a line for each correction.
 Correct = Callable[[Path, Forecast, MeasuredParts], list[str]]
 
@@ -182,6 +212,8 @@ def main(arguments: Sequence[str], correct: Correct | None = None) -> int:
         )
         for number, finding in enumerate(run["findings"], start=1):
             print(f"  {number}. {finding['text']}\n     try: {finding['remedy']}")
+        for line in _summary(run):
+            print(line)
     if "against" in document:
         print(text_of(document["against"]))
     if options.correct is not None and correct is not None:

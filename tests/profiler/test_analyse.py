@@ -114,11 +114,12 @@ def test_a_step_worked_by_hand(tmp_path):
     )
     run = analyse(tmp_path)
     rank = run.ranks[0]
-    assert [(part.region, part.axis, part.mean_s) for part in rank.parts] == [
-        ("block", "", 4.0),
-        ("attention", "", 2.0),
-        ("exposed", "ring", 1.0),
-        ("other", "", 3.0),
+    assert [(part.region, part.axis, part.phase, part.mean_s) for part in rank.parts] == [
+        ("block", "", "forward", 4.0),
+        ("attention", "", "forward", 2.0),
+        ("exposed", "ring", "", 1.0),
+        ("other", "", "", 1.0),
+        ("other", "", "forward", 2.0),
     ]
     assert rank.peak.device_bytes == 9 and rank.peak.host_bytes == 4 and rank.peak.region == "attention"
     assert rank.peak.elsewhere_bytes == 5
@@ -149,6 +150,7 @@ def test_each_made_fault_is_named_and_nothing_else(tmp_path, case):
     assert {finding.kind for finding in found} - {"low ratio"} == (
         {KIND_OF_CASE[case]} if case in KIND_OF_CASE else set()
     )
+    assert not found or found[0].kind == KIND_OF_CASE[case]
     if case == "exposed ring":
         assert found[0].axis == "ring" and "ring hides" in found[0].text
         assert [finding.kind for finding in found] == ["exposed communication", "low ratio"]

@@ -92,6 +92,10 @@ def test_every_number_on_the_page_is_the_jsons(compared):
         "runs/0/step_s/median",
         "runs/0/ranks/2/parts/0/seconds/median",
         "runs/1/axes/0/exposed_s",
+        "runs/1/sizes/0/bytes_per_s",
+        "runs/0/idle/0/mean_s",
+        "runs/0/critical_path/0/rank_s",
+        "runs/0/late_ranks/0/mean_s",
         "runs/1/sent/0/2",
         "runs/0/memory/memory/0/1/parameters",
         "runs/0/offload/lanes/1/seconds",
@@ -117,6 +121,15 @@ def test_the_page_loads_nothing_and_has_a_table_for_every_picture(compared):
     assert text.index("What stands out</h2>") < text.index("Where the step goes</h2>")
     for colour in ("#010203", "#040506", "#070809", "#000000"):
         assert colour not in text, "a colour that does not follow the page"
+
+
+def test_the_command_says_who_waits_for_what(tmp_path, capsys):
+    assert main(["report", str(write_run(tmp_path / "run", "slow data"))]) == 0
+    lines = {line.split(":")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
+    assert "late ranks" in lines["the devices wait for"] and "data" in lines["the devices wait for"]
+    assert re.search(r"data \d+\.\d% \(rank 2\)", lines["the step is made of"])
+    assert "rank 2, 7 of them" in lines["others wait for"] and "1 × all-reduce over mixed" in lines["calls"]
+    assert "kernels" not in lines, "nothing was traced"
 
 
 def test_what_changed_comes_first_by_how_much(compared):
