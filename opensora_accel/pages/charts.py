@@ -7,6 +7,7 @@ beside its colour, and the page has a table beside every picture.
 from __future__ import annotations
 
 import io
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,10 @@ from typing import Any
 import matplotlib
 from markupsafe import Markup, escape
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import AutoLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import AutoLocator, EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 # Drawn with these, and replaced by the page's variables.
 _INK, _LINE, _SURFACE = "#010203", "#040506", "#070809"
@@ -134,10 +136,16 @@ class Chart:
         )
 
     def use_log_scales(self) -> None:
-        """For numbers of several sizes: ticks at 1, 2 and 5, as they are read."""
+        """For numbers of several sizes: ticks at 1, 2 and 5, or of numbers that hardly differ at any round ones."""
         self.axes.set(xscale="log", yscale="log")
-        for axis in (self.axes.xaxis, self.axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        for axis, (low, high) in (
+            (self.axes.xaxis, self.axes.get_xlim()),
+            (self.axes.yaxis, self.axes.get_ylim()),
+        ):
+            subs = (1.0, 2.0, 5.0) if high < 1e3 * low else (1.0,)
+            axis.set_major_locator(
+                LogLocator(subs=subs) if high > 12 * low else MaxNLocator(4, min_n_ticks=2)
+            )
             axis.set_major_formatter(FuncFormatter(lambda value, _at: f"{value:g}"))
             axis.set_minor_formatter(NullFormatter())
 
@@ -253,24 +261,50 @@ def axes_bars(axes: Sequence[Mapping[str, Any]], prefix: str) -> Markup:
 
 
 def sent_matrix(sent: Sequence[Sequence[float]], num_ranks: int, prefix: str) -> Markup:
-    """Who sent how much to whom in a step."""
+    """Who sent how much to whom in a step: of few ranks in numbers, of any in colours, by the logarithm.
+
+    Gradients, which everybody gets a little of, would look like nothing beside a ring's messages.
+    """
     chart = Chart(height=4.2, width=5.4)
+    unit, scale = _unit_of(max((size for _source, _target, size in sent), default=0.0))
     matrix = [[float("nan")] * num_ranks for _ in range(num_ranks)]
     for source, target, size in sent:
-        matrix[int(source)][int(target)] = size / (1 << 20)
-    image = chart.axes.imshow(matrix, cmap="viridis", vmin=0, interpolation="nearest")
-    chart.figure.colorbar(image, label="MiB per step", shrink=0.85)
+        matrix[int(source)][int(target)] = size / scale or float("nan")
+    sizes = [size / scale for _source, _target, size in sent if size] or [1.0]
+    # Of sizes that are alike a logarithm has no two numbers to show.
+    colours = LogNorm(min(sizes), max(sizes)) if max(sizes) > 12 * min(sizes) else Normalize(0, max(sizes))
+    image = chart.axes.imshow(matrix, cmap="viridis", norm=colours, interpolation="nearest")
+    bar = chart.figure.colorbar(image, label=f"{unit} per step", shrink=0.85)
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _at: f"{value:g}"))
+    bar.ax.yaxis.set_minor_formatter(NullFormatter())
     if num_ranks <= 8:
         for source, target, size in sent:
             chart.axes.text(
-                target, source, f"{size / (1 << 20):,.0f}", ha="center", va="center", fontsize=8, color="white",
+                target, source, _in_a_cell(size / scale), ha="center", va="center", fontsize=8, color="white",
                 bbox={"facecolor": "#101418", "edgecolor": "none", "pad": 1},
             )  # fmt: skip
-        chart.axes.set_xticks(range(num_ranks))
-        chart.axes.set_yticks(range(num_ranks))
+    # A tick for each, or at 0, 8, 16, ...: where nodes of eight begin.
+    every = 1 if num_ranks <= 8 else 2 ** max(1, math.ceil(math.log2(num_ranks / 8)))
+    chart.axes.set_xticks(range(0, num_ranks, every))
+    chart.axes.set_yticks(range(0, num_ranks, every))
     chart.axes.set(xlabel="to rank", ylabel="from rank")
     chart.axes.grid(visible=False)
     return chart.svg("Bytes from rank to rank; the table below has the numbers", prefix)
+
+
+def _unit_of(num_bytes: float) -> tuple[str, float]:
+    """In which the number is under 1,024."""
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if num_bytes >= 1 << power:
+            return unit, float(1 << power)
+    return "B", 1.0
+
+
+def _in_a_cell(value: float) -> str:
+    """Of four letters at most, as wide as a cell on a telephone."""
+    if 0 < value < 0.01:
+        return "~0"
+    return f"{value:.0f}" if value >= 100 else f"{value:.2g}" if value < 1 else f"{value:.3g}"
 
 
 def offload_timeline(timeline: Mapping[str, Any], prefix: str) -> Markup:
@@ -315,6 +349,10 @@ def over_steps(steps: Sequence[Mapping[str, Any]], field: str, label: str, prefi
             chart.axes.annotate("warm-up", (number, value), (7, -3), textcoords="offset points", fontsize=8)
     chart.axes.set(xlabel="step", ylabel=label)
     chart.axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    if any(abs(value) >= 1e4 for _number, value, _warm_up in known):
+        chart.axes.yaxis.set_major_formatter(
+            EngFormatter(sep="")
+        )  # 250k, not 250000 or 2.5 and "1e5" elsewhere
     if field != "loss":
         # In a line that hardly rises, autoscaling would cut the upper half.
         chart.axes.set_ylim(0, 1.08 * max((value for _number, value, _warm_up in known), default=1.0) or None)
