@@ -46,6 +46,11 @@ _COLOURS = {
     "compute": "#3d7ab8",
     "hidden": "#52a39b",
     "waited for late ranks": "#b28d3a",
+    "matrix products": "#52a39b",
+    "norms": "#8d6e63",
+    "elementwise": "#8193ab",
+    "copies": "#c9803c",
+    "made before": "#d5d0c4",
 }
 # Lines only: a pattern of dots takes a hundred times the bytes.
 _HATCHES = {
@@ -229,7 +234,7 @@ def memory_timeline(timeline: Mapping[str, Any], prefix: str) -> Markup:
     device = [kind for kind in kinds if not kind.endswith("host")]
     areas = chart.axes.stackplot(times, *[values[kind] for kind in device])
     for area, kind in zip(areas, device, strict=True):
-        colour, hatch = chart.style(kind, kind)
+        colour, hatch = chart.style(kind, kind.removeprefix("other: "))
         area.set(facecolor=colour, hatch=hatch, edgecolor=_SURFACE, linewidth=0.5)
     for kind in kinds:
         if kind not in device and any(values[kind]):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from opensora_accel.observe import KINDS
 from opensora_accel.planner.bill import Bill
 from opensora_accel.planner.candidates import Candidate, Outcome, describe
 from opensora_accel.planner.explain import Explanation
+from opensora_accel.planner.trace import MemoryState
 
 
 def document_of(
@@ -64,7 +66,18 @@ def _lanes(candidate: Candidate) -> dict[str, Any] | None:
             {"name": stream, "bars": bars, "busy_s": timeline.busy_s[stream],
              "share": timeline.busy_s[stream] / timeline.step_s, "exposed_s": timeline.exposed_s.get(stream, 0.0)}
         )  # fmt: skip
-    return {"seconds": timeline.step_s, "lanes": lanes}
+    # Of compute, by phase and by what the operators are for.
+    classes: dict[tuple[str, str], float] = {}
+    for span in timeline.spans:
+        operation = trace.operations[span.operation]
+        if span.stream == "compute":
+            name = operation.phase, operation.operator_class
+            classes[name] = classes.get(name, 0.0) + span.end_s - span.start_s
+    compute = [
+        {"phase": phase, "operators": name, "busy_s": busy_s, "share": busy_s / timeline.step_s}
+        for (phase, name), busy_s in classes.items()
+    ]
+    return {"seconds": timeline.step_s, "lanes": lanes, "compute": compute}
 
 
 def _samples(candidate: Candidate, most: int = 400) -> list[tuple[float, Mapping[str, int]]] | None:
@@ -79,5 +92,14 @@ def _samples(candidate: Candidate, most: int = 400) -> list[tuple[float, Mapping
     for number, state in enumerate(trace.memory):
         last = max(last, ends.get(state.operation, last))
         if number % every == 0 or state is peak:
-            samples.append((last, dict(state.bytes_by_kind)))
+            samples.append((last, _kinds(state)))
     return samples
+
+
+def _kinds(state: MemoryState) -> dict[str, int]:
+    """Bytes by kind in the order of `KINDS`, and of what is none of them by the operators that made it."""
+    kinds = {kind: state.bytes_by_kind[kind] for kind in KINDS if kind in state.bytes_by_kind}
+    if not state.other_by_class:
+        return kinds
+    del kinds["other"]
+    return kinds | {f"other: {name}": size for name, size in sorted(state.other_by_class.items())}

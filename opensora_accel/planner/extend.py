@@ -356,6 +356,8 @@ class _Memory:
             for storage in recorder.storages
         ]
         self._now = Counter[str]()
+        # Of "other", by who made it.
+        self._other = Counter[str]()
         self._largest = 0
         self._storages = StepMemory()
         # Block inputs on the host, and shards there.
@@ -382,7 +384,7 @@ class _Memory:
                 copies = extension.copies.get(period.block if period else -1, 0)
                 self._now["communication"] += copies * sum(sizes)
         self._start = sum(self._now.values()) + self._shards
-        self._states: list[tuple[int, Counter[str], int]] = []
+        self._states: list[tuple[int, Counter[str], Counter[str], int]] = []
         self._rises = True
         self._record(-1)
 
@@ -392,11 +394,13 @@ class _Memory:
         return not (self._extension.has_shards_on_host and is_shard)
 
     def _add(self, serial: int, size_bytes: int) -> None:
-        if self._is_on_device(serial):
-            self._now[self._kind_of[serial]] += size_bytes
-        else:
+        if not self._is_on_device(serial):
             self._shards += size_bytes
             self._host_peak = max(self._host_peak, self._inputs + self._shards)
+            return
+        self._now[self._kind_of[serial]] += size_bytes
+        if self._kind_of[serial] == "other":
+            self._other[self._extension.recorder.storages[serial].made_by] += size_bytes
 
     def change(
         self, number: int, change: Change, times: int, stream: str = "compute", phase: str = ""
@@ -419,7 +423,7 @@ class _Memory:
         self._host_peak = max(self._host_peak, self._inputs + self._shards)
 
     def _record(self, number: int) -> None:
-        self._states.append((number, self._now.copy(), self._inputs))
+        self._states.append((number, self._now.copy(), self._other.copy(), self._inputs))
 
     def finish(self, step: ExtendedStep) -> None:
         self._record(len(step.operations) - 1)
@@ -428,15 +432,16 @@ class _Memory:
         recorded = sum(change.size_bytes for change in self._extension.recorder.changes)
         if gained != recorded:
             raise NotRepeated(f"a step leaves {gained} bytes behind, and with fewer blocks {recorded}")
-        totals = [sum(now.values()) for _number, now, _host in self._states]
+        totals = [sum(now.values()) for _number, now, _other, _host in self._states]
         highest = max(totals)
         last: int | None = None
-        for (number, now, host), total in zip(self._states, totals, strict=True):
+        for (number, now, other, host), total in zip(self._states, totals, strict=True):
             is_peak = total == highest and all(state.device_bytes < highest for state in step.memory)
             if last is None or is_peak or abs(total - last) > _SEEN * highest:
                 operation = step.operations[max(number, 0)]
                 kinds = dict(now) | {"block inputs on the host": host}
-                step.memory.append(MemoryState(max(number, 0), operation.phase, operation.block, kinds))
+                state = MemoryState(max(number, 0), operation.phase, operation.block, kinds, dict(other))
+                step.memory.append(state)
                 last = total
         step.host_bytes, step.largest_bytes = self._host_peak, self._largest
         step.storages = self._storages

@@ -32,6 +32,7 @@ def page(document: Mapping[str, Any]) -> str:
         pareto_chart=_pareto(document, line) if candidates else "",
         unbeaten=[candidates[at[point]] for point in line],
         timeline_chart=_timeline(document["timeline"]) if document["timeline"] else "",
+        compute_chart=_compute(document["timeline"]) if document["timeline"] else "",
         memory_chart=charts.memory_timeline({"memory": samples}, "p-memory") if samples else "",
         memory_kinds=list(dict.fromkeys(kind for _time, sample in samples for kind in sample)),
         memory_samples=list(root["memory"])[:: -(-len(samples) // MAX_ROWS)] if samples else [],
@@ -96,3 +97,23 @@ def _timeline(timeline: Mapping[str, Any]) -> Markup:
     chart.axes.grid(axis="y", visible=False)
     chart.legend()
     return chart.svg("Streams of one rank over a step; the table below has the numbers", "p-timeline")
+
+
+def _compute(timeline: Mapping[str, Any]) -> Markup:
+    """What compute consists of, a bar for each phase."""
+    phases = list(dict.fromkeys(part["phase"] for part in timeline["compute"]))
+    chart = charts.Chart(height=1.2 + 0.4 * len(phases))
+    left = dict.fromkeys(phases, 0.0)
+    for part in sorted(timeline["compute"], key=lambda part: part["operators"]):
+        colour, hatch = chart.style(part["operators"], part["operators"])
+        row = phases.index(part["phase"])
+        chart.axes.barh(row, part["busy_s"], 0.72, left[part["phase"]], color=colour, hatch=hatch)
+        left[part["phase"]] += part["busy_s"]
+    chart.axes.set_yticks(range(len(phases)), phases)
+    chart.axes.invert_yaxis()
+    chart.axes.set(xlabel="seconds of compute")
+    chart.axes.grid(axis="y", visible=False)
+    chart.legend()
+    return chart.svg(
+        "Seconds of compute by phase and operators; the table below has the numbers", "p-compute"
+    )

@@ -105,6 +105,8 @@ class Storage:
     is_frozen: bool = False
     # FSDP2 has made it while it reduced gradients: this rank's shards of them.
     is_reduced: bool = False
+    # The class of the operator that made it.
+    made_by: str = "made before"
 
 
 class StepRecorder(DeviceBytes):
@@ -430,7 +432,10 @@ class StepRecorder(DeviceBytes):
         """What an operation on one block's tensors makes, as the optimizer does, is that block's too."""
         self._serials[address] = len(self.storages)
         owner = self.marks[-1].owner if self._places is not None and self.marks else ""
-        self.storages.append(Storage(kind, owner, is_reduced=self._is_reducing))
+        storage = Storage(kind, owner, is_reduced=self._is_reducing)
+        if self.is_recording and self.operations:
+            storage.made_by = self.operations[-1].operator_class
+        self.storages.append(storage)
 
     def _place(self) -> Place:
         return OUTSIDE if self._places is None else self._places.now

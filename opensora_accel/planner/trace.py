@@ -50,6 +50,21 @@ class Operation:
     # None where the trace knows no modules.
     region: str | None = None
 
+    @property
+    def operator_class(self) -> str:
+        """What it is for, more finely than what bounds it."""
+        if self.kind == "memory":
+            copies = ("copy", "cat", "clone", "_to_copy", "fill", "zero")
+            name = self.name.removeprefix("aten.")
+            return (
+                "norms"
+                if "norm" in name
+                else "copies"
+                if name.strip("_").startswith(copies)
+                else "elementwise"
+            )
+        return {"gemm": "matrix products", "attention": "attention"}.get(self.kind, "communication")
+
 
 @dataclass(frozen=True)
 class MemoryState:
@@ -59,6 +74,8 @@ class MemoryState:
     phase: str
     block: int | None
     bytes_by_kind: Mapping[str, int]
+    # Of the kind "other", by the class of the operator that made them; "made before" where it ran before the step.
+    other_by_class: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def device_bytes(self) -> int:

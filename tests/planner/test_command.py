@@ -94,7 +94,11 @@ def test_the_page_has_the_numbers_of_the_document(stand_in):
         for key in re.split("/", path):
             found = found[int(key)] if isinstance(found, list) else found[key]
         assert repr(found) == value
-    assert text.count('role="img"') == 2 * 3 and "Time against memory" in text
+    compute = document["timeline"]["compute"]
+    assert {part["operators"] for part in compute} == {"matrix products", "attention", "elementwise"}
+    busy_s = next(lane["busy_s"] for lane in document["timeline"]["lanes"] if lane["name"] == "compute")
+    assert sum(part["busy_s"] for part in compute) == pytest.approx(busy_s)
+    assert text.count('role="img"') == 2 * 4 and "Time against memory" in text
     assert document["explanation"]["placement"] in text and " between nodes" in text
 
 

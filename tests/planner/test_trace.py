@@ -176,6 +176,18 @@ def test_kinds_add_up_and_a_step_ends_as_it_began(trace):
     # AdamW has two numbers for each parameter, and counts steps.
     assert 0 <= kinds["optimizer state"] - 2 * trace.parameter_bytes < 64 * 200
     assert trace.bytes_by_kind_at_peak["block inputs"] > 0 and trace.host_bytes > 0
+    for state in trace.memory:
+        assert sum(state.other_by_class.values()) == state.bytes_by_kind.get("other", 0)
+
+
+def test_what_is_kept_without_checkpoints_is_told_by_the_operators_that_made_it():
+    fewer, more = (trace_step(small(layers=layers), Plan()).peak.other_by_class for layers in (5, 7))
+    gained = {name: (more[name] - fewer[name]) / 2 for name in more}
+    # Of 75 tokens, 2 samples, 48 channels: what two attentions return, and their log-sum-exp of 4 heads.
+    assert gained["attention"] == 2 * (2 * 75 * 48 * 4 + 2 * 75 * 4 * 4)
+    # The MLP's hidden layer is a product's, and what the norms return is theirs.
+    assert gained["matrix products"] > 2 * 75 * 48 * 4 and gained["norms"] >= 3 * 2 * 75 * 48 * 4
+    assert gained["made before"] == 0
 
 
 def test_a_step_with_copies_of_shards_ends_as_it_began():

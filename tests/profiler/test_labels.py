@@ -123,12 +123,13 @@ def test_labels_of_a_plan(tmp_path, monkeypatch, name):
     check((tmp_path / "plan.html").read_text())
     # The same of other sizes: of plans that hardly differ, and of those that are far apart.
     document = json.loads((tmp_path / "plan.json").read_text())
-    for candidates in (document["candidates"], document["candidates"][:2]):
-        for factor in (1.0, 1.3, 37.0, 4000.0):
-            scaled = [
-                each | {"seconds_per_sample": each["seconds_per_sample"] * factor} for each in candidates
-            ]
-            check(plan_page(document | {"candidates": scaled}))
+    document |= {"timeline": None, "memory": None}
+    for count, factor in ((len(document["candidates"]), 4000.0), (2, 37.0), (2, 1.3)):
+        scaled = [
+            each | {"seconds_per_sample": each["seconds_per_sample"] * factor}
+            for each in document["candidates"][:count]
+        ]
+        check(plan_page(document | {"candidates": scaled}))
 
 
 @PROVE
@@ -141,8 +142,9 @@ def test_labels_of_a_traced_plan(tmp_path, size):
     check((tmp_path / "plan.html").read_text())
 
 
-@pytest.mark.parametrize("sent_bytes", [3, 5e3, 1.7e6, 1.234e9, 5.4321e10])
-@pytest.mark.parametrize("num_ranks", [2, 8, 16, 64, 256])
+@pytest.mark.parametrize(
+    ("num_ranks", "sent_bytes"), [(2, 5.4e10), (8, 1.7e6), (8, 1.234e9), (16, 5e3), (64, 3), (256, 1.2e9)]
+)
 def test_the_matrix_can_be_read(num_ranks, sent_bytes):
     pairs = [
         (i, j, sent_bytes * (1 + (j == i + 1) * 700))
