@@ -154,7 +154,7 @@ def analyse_ranks(ranks: Sequence[RankSummary], name: str) -> RunAnalysis:
         axes=axes_of(ranks, matched, len(counted)),
         kinds=kinds_of(matched, len(ranks), len(counted)),
         sizes=sizes_of(matched, len(ranks), len(counted), mean_step_s),
-        idle=idle_of(ranks, summaries, counted, matched, mean_step_s),
+        idle=idle_of(analyses, summaries, counted, mean_step_s),
         critical_path=critical_path_of(ranks, summaries, counted, matched),
         late_ranks=late_ranks_of(ranks, counted, matched, mean_step_s),
         compute_to_communication=statistics.median(ratios) if ratios else None,

@@ -144,9 +144,8 @@ class MessageSize:
     # In which there is such a call that all ranks have come to, and what is sent in them.
     seconds: float
     bytes_per_s: float | None
-    # Of the mean step: these seconds, and those of them that compute waits.
+    # These seconds, of the mean step.
     share: float
-    exposed_share: float
 
 
 @dataclass(frozen=True)

@@ -51,11 +51,12 @@ def kernels_of(folder: Path, ranks: Sequence[RankSummary]) -> Kernels | None:
     Raises:
         ValueError: the trace is damaged, larger than a gigabyte, or no plain file in the folder.
     """
-    for rank in ranks:
-        for step in rank.steps:
-            path = folder / f"trace_rank_{rank.run.rank:05d}_step_{step.step:05d}.json.gz"
-            if path.exists():
-                return kernels_in(_events(path), rank.run.rank, step.step, step.seconds)
+    known = {(rank.run.rank, step.step): step.seconds for rank in ranks for step in rank.steps}
+    for path in sorted(folder.glob("trace_rank_*.json.gz")):
+        found = re.fullmatch(r"trace_rank_(\d+)_step_(\d+)\.json\.gz", path.name)
+        place = (int(found[1]), int(found[2])) if found else None
+        if place in known:
+            return kernels_in(_events(path), *place, known[place])
     return None
 
 

@@ -244,7 +244,7 @@ def sizes_of(
     matched: Mapping[tuple[int, int], MatchedCalls], num_ranks: int, num_steps: int, step_s: float
 ) -> list[MessageSize]:
     """Calls by axis, kind and size, those first that take most of the step. Both ends of a message are one."""
-    sums: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0] * 4)
+    sums: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0] * 3)
     for of_rank in matched.values():
         num_calls_of = np.bincount(of_rank.which, minlength=len(of_rank.kinds)).tolist()
         names = []
@@ -257,11 +257,10 @@ def sizes_of(
         for name in dict.fromkeys(names):
             chosen = np.array([each == name for each in names])[of_rank.which]
             sums[name][2] += length_of_columns(of_rank.ready[chosen], of_rank.ends[chosen])
-            sums[name][3] += of_rank.exposed_transfer_s(chosen)
     ends = (0, *SIZE_ENDS, None)
     rows = []
     for (axis, kind, bucket), values in sums.items():
-        calls, sent, seconds, exposed = (value / num_ranks / num_steps for value in values)
+        calls, sent, seconds = (value / num_ranks / num_steps for value in values)
         rows.append(
             MessageSize(
                 axis,
@@ -273,7 +272,6 @@ def sizes_of(
                 seconds,
                 sent / seconds if seconds > 0 else None,
                 seconds / step_s,
-                exposed / step_s,
             )
         )
     return sorted(rows, key=lambda row: (-row.share, row.axis, row.kind, row.from_bytes))

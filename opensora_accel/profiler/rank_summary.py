@@ -101,8 +101,8 @@ class StepSummary:
     host_bound_s: float | None
     # In which the device computed nothing, by what it waited for; None where that is not known.
     idle_s: Mapping[str, float | None]
-    # What the rank was at, piece by piece: where each ends, and its phase, or the region of one without.
-    phases: Sequence[tuple[float, str]]
+    # What the rank was at, piece by piece: where they end, and their phases, or the regions of those without.
+    phases: tuple[array[float], list[str]]
     slowed_by: str
 
     @property
@@ -185,7 +185,8 @@ def summarise_step(record: StepRecord, beside_compute: Sequence[str] = ()) -> St
         if span.region not in beside_compute
     ]
     start, end = _ns(record.start_s), _ns(record.end_s)
-    parts_ns, host_bound_s = exclusive_ns(start, end, spans, waits), _host_bound_s(record)
+    pieces = pieces_of(start, end, spans)
+    parts_ns, host_bound_s = exclusive_ns(start, pieces, waits), _host_bound_s(record)
     return StepSummary(
         step=record.step,
         start_s=record.start_s,
@@ -202,20 +203,21 @@ def summarise_step(record: StepRecord, beside_compute: Sequence[str] = ()) -> St
         },
         host_bound_s=host_bound_s,
         idle_s=_idle_s(record, parts_ns, host_bound_s, beside_compute),
-        phases=list(_phases(start, end, spans)),
+        phases=_phases(pieces),
         slowed_by=record.slowed_by,
     )
 
 
-def _phases(start: int, end: int, spans: Sequence[tuple[int, int, Part]]) -> Iterator[tuple[float, str]]:
-    last: tuple[int, str] | None = None
-    for until, part in _with_phases(_innermost_parts(start, end, spans)):
+def _phases(pieces: Iterable[tuple[int, Part]]) -> tuple[array[float], list[str]]:
+    ends, names = array("d"), list[str]()
+    for until, part in pieces:
         name = part.phase or part.region
-        if last is not None and last[1] != name:
-            yield last[0] / 1e9, last[1]
-        last = until, name
-    if last is not None:
-        yield last[0] / 1e9, last[1]
+        if names and names[-1] == name:
+            ends[-1] = until / 1e9
+        else:
+            ends.append(until / 1e9)
+            names.append(name)
+    return ends, names
 
 
 def _host_bound_s(record: StepRecord) -> float | None:
@@ -231,22 +233,25 @@ def _idle_s(
     host_bound_s: float | None,
     beside_compute: Sequence[str],
 ) -> dict[str, float | None]:
-    """Every instant in which nothing is computed has one cause. Two of the communication's are told apart later."""
-    idle: dict[str, float | None] = {
-        name: sum(time for part, time in parts_ns.items() if part.region == region) / 1e9
-        for name, region in (("data", "data"), ("communication", "exposed"), ("save", "save"))
-    }
-    starved = record.starved or ()
-    busy = [*_spans_of(record, *COMPUTE, "data", "save"), *_waits(record)]
+    """Every instant in which nothing is computed has one cause; what is exposed communication is told elsewhere."""
+    by_region: dict[str, float] = defaultdict(float)
+    for part, time in parts_ns.items():
+        by_region[part.region] += time / 1e9
     # Copies on the queue of compute take its time; those on queues of their own are waited for where nothing else is.
-    on_queue_s = sum(time for part, time in parts_ns.items() if part.region in COPIES) / 1e9
-    beside_s = (
-        exposed_seconds([*busy, *starved], _spans_of(record, *beside_compute)) if beside_compute else 0.0
-    )
-    other_s = sum(time for part, time in parts_ns.items() if part.region == "other") / 1e9
-    idle["copies"], idle["host"] = on_queue_s + beside_s, host_bound_s
-    idle["other"] = max(0.0, other_s - beside_s - exposed_seconds(busy, starved))
-    return idle
+    beside_s = starved_s = 0.0
+    if record.starved or beside_compute:
+        starved = record.starved or ()
+        busy = [*_spans_of(record, *COMPUTE, "data", "save"), *_waits(record)]
+        beside_s = exposed_seconds([*busy, *starved], _spans_of(record, *beside_compute))
+        starved_s = exposed_seconds(busy, starved)
+    return {
+        "data": by_region["data"],
+        "save": by_region["save"],
+        "copies": sum(by_region[region] for region in COPIES) + beside_s,
+        "host": host_bound_s,
+        # What is starved or copies outside of all regions has its cause.
+        "other": max(0.0, by_region["other"] - beside_s - starved_s),
+    }
 
 
 def _waits(record: StepRecord) -> list[Interval]:
@@ -262,18 +267,17 @@ def _ns(seconds: float) -> int:
 
 
 def exclusive_ns(
-    start: int, end: int, spans: Iterable[tuple[int, int, Part]], waits: Iterable[tuple[int, int, Part]]
+    start: int, pieces: Sequence[tuple[int, Part]], waits: Iterable[tuple[int, int, Part]]
 ) -> dict[Part, int]:
-    """How long each part had the step [start, end): of spans the one that began last, but waits before all of them.
+    """How long each part had the step from `start` on: that of `pieces_of`, but waits before all of them.
 
-    The sum is `end - start`, whatever the spans and waits are. Of two that begin together, the shorter one is inside;
-    of two waits that overlap, the first keeps what both claim.
+    The sum is the step's length, whatever the waits are. Of two waits that overlap, the first keeps what both claim.
     """
     parts: dict[Part, int] = defaultdict(int)
     # The earliest one last, where `pop` takes it.
-    pending = list(_disjoint(start, end, waits))[::-1]
+    pending = list(_disjoint(start, pieces[-1][0] if pieces else start, waits))[::-1]
     now = start
-    for until, part in _with_phases(_innermost_parts(start, end, spans)):
+    for until, part in pieces:
         # [now, until) is this part's, without what is waited for in it.
         while pending and pending[-1][0] < until:
             first, last, wait = pending[-1]
@@ -322,20 +326,29 @@ def _innermost_parts(
         yield end, OTHER
 
 
-def _with_phases(pieces: Iterable[tuple[int, Part]]) -> Iterator[tuple[int, Part]]:
-    """The pieces, of which those outside of all spans have the phase that the step is in there."""
-    pieces = list(pieces)
-    following, after = [""] * len(pieces), ""
-    for i in range(len(pieces) - 1, -1, -1):
-        following[i] = after
-        after = _PASS_OF.get(pieces[i][1].phase, after)
-    before = ""
-    for (until, part), after in zip(pieces, following, strict=True):
-        before = _PASS_OF.get(part.phase, before)
-        if part == OTHER and (before, after) != (FORWARD, ""):
-            between = {(FORWARD, BACKWARD): LOSS, (BACKWARD, ""): AFTER}
-            part = Part("other", "", between.get((before, after), after))
-        yield until, part
+def pieces_of(start: int, end: int, spans: Iterable[tuple[int, int, Part]]) -> list[tuple[int, Part]]:
+    """The step [start, end) piece by piece: where each ends, and the span in it that began last.
+
+    Of two that begin together, the shorter one is inside. Pieces outside of all spans have the phase that the step is
+    in.
+    """
+    pieces = list(_innermost_parts(start, end, spans))
+    before, outside = "", list[int]()
+    for i, (_until, part) in enumerate(pieces):
+        if part is OTHER:
+            outside.append(i)
+        elif part.phase in _PASS_OF:
+            now = _PASS_OF[part.phase]
+            if outside:
+                between = Part("other", "", LOSS if (before, now) == (FORWARD, BACKWARD) else now)
+                for each in outside:
+                    pieces[each] = pieces[each][0], between
+                outside.clear()
+            before = now
+    if before == BACKWARD:
+        for each in outside:
+            pieces[each] = pieces[each][0], Part("other", "", AFTER)
+    return pieces
 
 
 def _disjoint(

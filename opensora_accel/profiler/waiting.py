@@ -10,13 +10,14 @@ the network's back to when the last rank had come to the call, and before that t
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from opensora_accel.profiler.analysis import CriticalPart, IdleTime, LateRank
+from opensora_accel.profiler.analysis import CriticalPart, IdleTime, LateRank, RankAnalysis
 from opensora_accel.profiler.match_calls import MatchedCalls
 from opensora_accel.profiler.rank_summary import RankSummary, StepSummary
 
@@ -32,38 +33,24 @@ Summaries = Sequence[Mapping[int, StepSummary]]
 
 
 def idle_of(
-    ranks: Sequence[RankSummary],
-    summaries: Summaries,
-    counted: Sequence[int],
-    matched: Matched,
-    step_s: float,
+    analyses: Sequence[RankAnalysis], summaries: Summaries, counted: Sequence[int], step_s: float
 ) -> list[IdleTime]:
     """Each cause in the order of `IDLE_CAUSES`. What is left of the step, the devices compute in."""
     rows = []
-    of_ranks = [
-        [_idle(summary[number], matched[i, number]) for number in counted]
-        for i, summary in enumerate(summaries)
-    ]
     for cause in IDLE_CAUSES:
-        means = [
-            (statistics.fmean(known), rank.run.rank)
-            for rank, of_rank in zip(ranks, of_ranks, strict=True)
-            if (known := [seconds for each in of_rank if (seconds := each[cause]) is not None])
-        ]
+        means = []
+        for rank, summary in zip(analyses, summaries, strict=True):
+            if cause in ("network", "late ranks"):
+                means.append((rank.network_s if cause == "network" else rank.waited_s, rank.rank))
+            elif known := [each for n in counted if (each := summary[n].idle_s[cause]) is not None]:
+                means.append((statistics.fmean(known), rank.rank))
         if not means:
             rows.append(IdleTime(cause, None, None, None, None))
             continue
         mean_s = statistics.fmean(seconds for seconds, _rank in means)
-        most_s, rank = max(means, key=lambda each: each[0])
-        rows.append(IdleTime(cause, mean_s, mean_s / step_s, most_s, rank))
+        most_s, number = max(means, key=lambda each: each[0])
+        rows.append(IdleTime(cause, mean_s, mean_s / step_s, most_s, number))
     return rows
-
-
-def _idle(step: StepSummary, matched: MatchedCalls) -> dict[str, float | None]:
-    idle = dict(step.idle_s)
-    exposed = idle.pop("communication") or 0.0
-    network = min(matched.exposed_transfer_s(), exposed)
-    return idle | {"network": network, "late ranks": exposed - network}
 
 
 def late_ranks_of(
@@ -74,11 +61,14 @@ def late_ranks_of(
     waits: dict[tuple[int, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for (place, _number), calls in matched.items():
         waited = np.clip(calls.ready - calls.starts, 0.0, calls.exposed)
-        for which, kind in enumerate(calls.kinds):
-            chosen = (calls.which == which) & (calls.last >= 0) & (calls.last != place) & (waited > 0)
+        waits_here = (calls.last >= 0) & (calls.last != place) & (waited > 0)
+        axes = list(dict.fromkeys(kind.axis for kind in calls.kinds))
+        axis_of = np.array([axes.index(kind.axis) for kind in calls.kinds], np.intp)[calls.which]
+        for at, axis in enumerate(axes):
+            chosen = waits_here & (axis_of == at)
             sums = np.bincount(calls.last[chosen], waited[chosen])
             for late in np.flatnonzero(sums).tolist():
-                waits[late, kind.axis][place] += float(sums[late]) / len(counted)
+                waits[late, axis][place] += float(sums[late]) / len(counted)
     rows = []
     for (late, axis), by_place in waits.items():
         by_place = {place: each for place, each in by_place.items() if each >= _MIN_LATE_SHARE * step_s}
@@ -152,9 +142,11 @@ def _waited_for(calls: MatchedCalls) -> list[int]:
 
 def _own(step: StepSummary, place: int, start_s: float, end_s: float) -> Iterator[_Piece]:
     """What the rank did itself in between."""
-    begin = step.start_s
-    for until, name in step.phases:
-        taken = min(until, end_s) - max(begin, start_s)
-        if taken > 0:
-            yield _Piece(name, place, taken)
-        begin = until
+    ends, names = step.phases
+    begin = start_s
+    for i in range(bisect_right(ends, start_s), len(ends)):
+        taken = min(ends[i], end_s) - begin
+        if taken <= 0:
+            return
+        yield _Piece(names[i], place, taken)
+        begin = ends[i]

@@ -11,7 +11,7 @@ import pytest
 from opensora_accel.profiler.analyse import analyse
 from opensora_accel.profiler.findings import findings_of
 from opensora_accel.profiler.intervals import exposed_seconds, union
-from opensora_accel.profiler.rank_summary import OTHER, Part, exclusive_ns
+from opensora_accel.profiler.rank_summary import OTHER, Part, exclusive_ns, pieces_of
 from opensora_accel.profiler.records import (
     CommunicationCall,
     MemorySample,
@@ -74,7 +74,7 @@ def test_every_instant_belongs_to_one_part(seed):
     ]
     # Two that are equal have no order of their own.
     spans = list({span[:2]: span for span in spans}.values())
-    parts = exclusive_ns(0, 90, spans, waits)
+    parts = exclusive_ns(0, list(pieces_of(0, 90, spans)), waits)
     assert sum(parts.values()) == 90
     assert parts == innermost_by_instant(0, 90, spans, waits)
 
