@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
+import shardformer
 from opensora_accel import Plan, init_parallel
 from opensora_accel.observe import Run
 from opensora_accel.planner.cost import Placement
@@ -21,6 +23,13 @@ from opensora_accel.planner.workload import Pass, Workload
 
 Inputs = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
 # Of AutoencoderKLHunyuanVideo in latents: frames, rows and columns of a tile, and from one tile to the next.
+_SIZES: dict[str, dict[str, Any]] = {
+    # THUDM/CogVideoX-5b, vae/config.json
+    "AutoencoderKLCogVideoX": {
+        "down_block_types": ("CogVideoXDownBlock3D",) * 4, "up_block_types": ("CogVideoXUpBlock3D",) * 4,
+        "block_out_channels": (128, 256, 256, 512), "layers_per_block": 3, "latent_channels": 16,
+    },
+}  # fmt: skip
 _TILE, _STRIDE = (5, 32, 32), (3, 24, 24)
 
 
@@ -53,17 +62,21 @@ def autocast_loop(inputs: Inputs, is_checkpointed: bool) -> Callable[[nn.Module,
 
 
 def sampling(
-    inputs: Callable[[nn.Module], Mapping[str, Any]], shard: Callable[..., nn.Module]
+    inputs: Callable[[nn.Module], Mapping[str, Any]],
 ) -> Callable[[nn.Module, Run], Pass]:
-    """What prepares a forward pass alone."""
+    """What prepares a forward pass alone. Attention on one rank has no mask of the text, as on several it has none."""
 
     def prepare(model: nn.Module, run: Run) -> Pass:
         init_parallel(run.plan, "cpu")
-        sharded = shard(model, run.plan)
+        sharded = shardformer.shard(model, run.plan) if run.plan.sequence > 1 else model
         given = inputs(model)
+        attention = nn.functional.scaled_dot_product_attention
+
+        def without_mask(*args: Any, attn_mask: Any = None, **kwargs: Any) -> torch.Tensor:
+            return attention(*args, **kwargs)
 
         def one_pass(_is_last: bool) -> None:
-            with torch.no_grad():
+            with torch.no_grad(), mock.patch.object(nn.functional, attention.__name__, without_mask):
                 sharded(**given)
 
         return one_pass
@@ -98,12 +111,18 @@ def decoding(sizes: tuple[int, int, int], hardware: Hardware) -> float:
     return tiles * seconds_of(trace, hardware)
 
 
+def decoding_cogvideox(hardware: Hardware) -> float:
+    """Seconds of CogVideoX's VAE for 49 frames of 480 × 720."""
+    trace = _autoencoder("AutoencoderKLCogVideoX", "decode", (1, 16, 13, 60, 90), hardware.architecture)
+    return seconds_of(trace, hardware)
+
+
 @cache
 def _autoencoder(class_name: str, method: str, shape: tuple[int, ...], architecture: str) -> Trace:
     import diffusers
 
     def build() -> nn.Module:
-        model: nn.Module = getattr(diffusers, class_name)().to(torch.bfloat16)
+        model: nn.Module = getattr(diffusers, class_name)(**_SIZES.get(class_name, {})).to(torch.bfloat16)
         return model
 
     def prepare(model: nn.Module, run: Run) -> Pass:

@@ -156,9 +156,19 @@ def _clip(name: str, frames: int, height: int, width: int) -> Workload:
 
 
 def _by_accelerate(
-    name: str, frames: int, height: int, width: int, batch: int, lora: int, is_checkpointed: bool
+    name: str,
+    frames: int,
+    height: int,
+    width: int,
+    batch: int,
+    lora: int,
+    is_checkpointed: bool,
+    by_lists: bool = True,
 ) -> Workload:
-    """Training in autocast, with adapters of a rank on weights in bf16, or of all weights in fp32; AdamW by lists."""
+    """Training in autocast, with adapters of a rank on weights in bf16, or of all weights in fp32.
+
+    `by_lists`: as torch's AdamW steps, with temporary lists of all parameters' size; bitsandbytes has none.
+    """
     published = MODELS[name]
     clip = published.clip(frames, height, width, batch, published.text_tokens)
     return dataclasses.replace(
@@ -167,7 +177,7 @@ def _by_accelerate(
             _built, published.class_name, torch.bfloat16 if lora else None, lora, **published.arguments
         ),
         prepare=autocast_loop(partial(published.inputs, clip), is_checkpointed),
-        fused_optimizer=False,
+        fused_optimizer=not by_lists,
     )
 
 
@@ -267,7 +277,17 @@ def cogvideox() -> Iterator[Step]:
             f"CogVideoX-{name}, {trained}, batch {batch}{', checkpoints' if is_checkpointed else ''}",
             "a100",
             Plan(),
-            partial(_by_accelerate, f"cogvideox-{name}", 49, 480, 720, batch, lora, is_checkpointed),
+            partial(
+                _by_accelerate,
+                f"cogvideox-{name}",
+                49,
+                480,
+                720,
+                batch,
+                lora,
+                is_checkpointed,
+                by_lists=optimizer == "adamw",
+            ),
             Figure("in the first step", reserved),
             residents=Residents(optimizer=optimizer),
         )
