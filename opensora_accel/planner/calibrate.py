@@ -408,7 +408,9 @@ def _hardware(
         launch_s=0.0,
         cores=None if meter.is_gpu else cores,
         efficiencies=efficiencies,
-        uncertainties=dict.fromkeys(base.uncertainties, _UNCERTAINTY),
+        uncertainties={
+            kind: share if kind == "reserved" else _UNCERTAINTY for kind, share in base.uncertainties.items()
+        },
         sources=base.sources | measured,
     )
 

@@ -57,6 +57,8 @@ class Explanation:
     # The change that helps most, in a sentence; "" where none does.
     helps: str
     neighbours: tuple[Neighbour, ...]
+    # How far the intervals can be trusted, as the hardware's sources have it.
+    intervals: str = ""
 
     def text(self) -> str:
         """For a terminal."""
@@ -80,6 +82,8 @@ class Explanation:
         if self.neighbours:
             lines.append("  one choice away:")
             lines += [f"    {each.change}: {each.why}" for each in self.neighbours]
+        if self.intervals:
+            lines.append(f"  the intervals: {self.intervals}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,6 +97,7 @@ class Explanation:
             "bound": self.bound,
             "helps": self.helps,
             "neighbours": [{"change": each.change, "why": each.why} for each in self.neighbours],
+            "intervals": self.intervals,
         }
 
 
@@ -116,6 +121,7 @@ def explain(candidate: Candidate, outcome: Outcome) -> Explanation:
         bound_of(candidate.seconds_by_kind),
         _helps(candidate, near),
         tuple(near[:_MOST_NEIGHBOURS]),
+        outcome.request.hardware.sources.get("uncertainties", ""),
     )
 
 

@@ -85,8 +85,8 @@ def _interpolate(efficiency: Efficiency, sizes: tuple[float, ...]) -> float:
 
 
 _UNCERTAIN = ("gemm", "attention", "memory", "collective", "copy", "host")
-# Only a file of `doctor --calibrate` has these.
-_UNCERTAIN_OF_CROWDS = ("crowding", "oversubscription")
+# What a GPU's allocator reserves; of ranks on a CPU, which only a file of `doctor --calibrate` has, their crowding.
+_UNCERTAIN_OF_SOME = ("reserved", "crowding", "oversubscription")
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class Hardware:
     allocator_slack: Amount
     # By class of kernel ("gemm", "attention", "attention backward", "memory"), or "memory aten.gelu" for one operator.
     efficiencies: dict[str, Efficiency]
-    # Relative, by what takes the time: gemm, attention, memory, collective, copy, host. Where they were measured also
-    # crowding, and oversubscription: crowding where there are more ranks than cores.
+    # Relative, by what takes the time: gemm, attention, memory, collective, copy, host; and what memory is "reserved".
+    # Where they were measured also crowding, and oversubscription: crowding where there are more ranks than cores.
     uncertainties: dict[str, float]
     # Where each figure is from.
     sources: dict[str, str]
@@ -393,7 +393,7 @@ def _network(name: str, network: str) -> tuple[dict[str, float], str]:
 
 
 def _check_uncertainties(given: Mapping[str, float]) -> None:
-    known = (*_UNCERTAIN, *_UNCERTAIN_OF_CROWDS)
+    known = (*_UNCERTAIN, *_UNCERTAIN_OF_SOME)
     for kind in (*_UNCERTAIN, *given):
         if kind not in known:
             raise ValueError(f"uncertainties has no {kind!r}; {nearest(kind, known)}")

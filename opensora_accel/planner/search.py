@@ -320,7 +320,11 @@ def _candidate(
     if storages is not None and hardware.allocator_slack:
         others = beside + hardware.context_bytes + communication_bytes
         lost = storages.replayed(hardware.memory_bytes - others, residents.state_ratio / 2).lost_bytes
-    by_kind["allocator slack"] = lost + round(high * hardware.allocator_slack)
+    spread = hardware.uncertainties.get("reserved", 0.0)
+    # What fragments hold an allocator that moves its segments does not lose, so that the low end has none.
+    low *= 1 - spread
+    slack = lost + ((high + lost) * (1 + hardware.allocator_slack) * (1 + spread) - high - lost)
+    by_kind["allocator slack"] = round(slack)
     low += hardware.context_bytes
     high += hardware.context_bytes + by_kind["communication buffers"] + by_kind["allocator slack"]
     memory = round(low), round(high)

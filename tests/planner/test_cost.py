@@ -15,6 +15,8 @@ from opensora_accel.planner.operators import kernel_of
 from opensora_accel.planner.trace import Operation
 
 H100 = Hardware.named("h100x8-ib400")
+# Kernels by themselves, outside of a step.
+ALONE = dataclasses.replace(H100, slowness=dict.fromkeys(H100.slowness, 1.0))
 ON_64 = Placement.on(H100, 64)
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send")
 
@@ -31,7 +33,7 @@ def product(m, n, k, dtype="bfloat16"):
 
 
 def test_a_large_product_reaches_the_share_of_the_peak_that_is_known():
-    taken = operation_s(product(32768, 16384, 16384), H100, ON_64)
+    taken = operation_s(product(32768, 16384, 16384), ALONE, ON_64)
     reached = 2 * 32768 * 16384**2 / taken / 989.4e12
     assert 0.78 < reached <= 0.801
     # A thin one is bound by the bytes of its weights.
@@ -177,13 +179,15 @@ def test_each_kernel_of_attention_has_its_own_efficiency():
             f"aten._scaled_dot_product_{kernel}_attention", "attention", "compute", flops=flops, shape=shape,
             dtype="bfloat16",
         )  # fmt: skip
-        assert flops / kernel_s(operation, Hardware.named("h100")) == pytest.approx(reached, rel=0.01)
+        assert flops / kernel_s(operation, ALONE) == pytest.approx(reached, rel=0.01)
+        narrow = dataclasses.replace(operation, shape=(*shape[:-1], 64))
+        assert kernel_s(operation, ALONE) / kernel_s(narrow, ALONE) == pytest.approx(0.84)
         backward = dataclasses.replace(operation, name=f"{operation.name}_backward")
         assert kernel_s(backward, Hardware.named("h100")) > kernel_s(operation, Hardware.named("h100"))
     # A file of `doctor --calibrate` has measured one, which is that of all.
     one = Efficiency(("bytes",), (((1.0,), 0.5),))
     measured = dataclasses.replace(
-        Hardware.named("h100"),
+        ALONE,
         efficiencies={"gemm": one, "memory": one, "attention": Efficiency(("queries",), (((1.0,), 0.5),))},
     )
     assert kernel_s(backward, measured) == pytest.approx(flops / (0.5 * measured.peak("bfloat16")))
@@ -203,3 +207,12 @@ def test_operations_of_an_einsum_are_those_of_its_product(equation, shapes, shap
     args, out = (equation, operands), torch.einsum(equation, *operands)
     found = kernel_of(torch.ops.aten.einsum.default, args, {}, out, operands, [out])
     assert (found.kind, found.shape, found.flops) == ("gemm", shape, 2 * math.prod(shape))
+
+
+def test_a_convolution_of_a_hopper_is_slower_than_a_product_and_a_step_than_its_kernels():
+    convolution = dataclasses.replace(product(32768, 16384, 16384), name="aten.convolution")
+    assert convolution.flops / kernel_s(convolution, ALONE) == pytest.approx(52e12)
+    a100 = Hardware.named("a100")
+    assert kernel_s(convolution, a100) == kernel_s(product(32768, 16384, 16384), a100)
+    in_a_step, alone = (kernel_s(convolution, hardware) for hardware in (H100, ALONE))
+    assert in_a_step / alone == pytest.approx(H100.slowness["gemm"])

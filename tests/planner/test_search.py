@@ -205,14 +205,17 @@ def test_host_memory_excludes_offload():
 
 
 def test_what_lies_beside_the_step_is_counted():
-    plain = exact(request(), Plan(dp_replicate=8, precision="bf16"), Passes())
+    plain_request = request()
+    plain = exact(plain_request, Plan(dp_replicate=8, precision="bf16"), Passes())
     frozen = {"text encoder": Frozen(10 * GIB, "a test"), "vae": Frozen(GIB, "a test")}
     beside = Residents("adamw-8bit", ema=True, frozen=frozen)
     other = exact(request(residents=beside), Plan(dp_replicate=8, precision="bf16"), Passes())
     state = plain.bytes_by_kind["optimizer state"]
     grown = other.memory_bytes[0] - plain.memory_bytes[0]
     parameters = plain.bytes_by_kind["parameters"]
-    assert grown == pytest.approx(11 * GIB + parameters - state * (1 - 2.03 / 8), rel=1e-6)
+    # The low end is below what is foreseen.
+    share = 1 - plain_request.hardware.uncertainties["reserved"]
+    assert grown == pytest.approx(share * (11 * GIB + parameters - state * (1 - 2.03 / 8)), rel=1e-6)
     assert {"text encoder", "vae", "ema", "context", "communication buffers", "allocator slack"} <= set(
         other.bytes_by_kind
     )

@@ -106,22 +106,24 @@ class Row:
 
 
 def fitted(rows: Sequence[Row]) -> Fit:
-    """From figures of one kind; each source counts alike, however many it has."""
+    """From figures of one kind. For the factor each source counts alike, however many figures it has."""
     sources: dict[str, list[Row]] = {}
     for row in rows:
         sources.setdefault(row.source, []).append(row)
     factor = 1.0
-    # Of a step on several devices a factor multiplies only a part, so that it is found in a few turns.
-    for _ in range(1 if rows[0].kind == "memory" else 4):
+    # A factor multiplies only a part of a step, so that it is found in a few turns.
+    for _ in range(50):
         medians = [
             statistics.median(math.log(row.published / row.middle(factor)) for row in of_source)
             for of_source in sources.values()
         ]
-        factor *= math.exp(statistics.median(medians))
+        turn = math.exp(statistics.median(medians))
+        factor *= turn
+        if abs(turn - 1) < 1e-4:
+            break
     for width in _WIDTHS:
         fit = Fit(factor, width)
-        held = [statistics.mean(row.holds(fit) for row in of_source) for of_source in sources.values()]
-        if statistics.mean(held) >= COVERAGE:
+        if statistics.mean(row.holds(fit) for row in rows) >= COVERAGE:
             return fit
     return Fit(factor, _WIDTHS[-1])
 
