@@ -92,8 +92,8 @@ class Step:
         allocator = trace.storages.replayed(
             state_ratio=self.residents.state_ratio / 2, num_steps=1 if first else 2
         )
-        # Without what the driver takes.
-        live = found.memory_bytes[0] - hardware.context_bytes
+        beside = ("context", "communication buffers", "allocator slack")
+        live = sum(size for kind, size in found.bytes_by_kind.items() if kind not in beside)
         if first:
             live = allocator.most_live_bytes
         size = live if figure.of == "allocated" else live + allocator.lost_bytes
