@@ -2,9 +2,10 @@
 
 What is measured, each over sizes from small to large and stored as a share of the fastest:
 
-    products of matrices      (m, n, k), with a bias (addmm) and without (mm), and in bf16 beside fp32
+    products of matrices      (m, n, k), with a bias (addmm) and without (mm)
     attention                 (heads, queries, keys, head_dim), forward and backward
     operators by traffic      the bytes of add, mul, gelu, layer norm, ...: what a video transformer spends time in
+    the same in bf16          on a CPU, whose library has other kernels for it; of a GPU the fastest product alone
     the host, and the step    what an operator costs beside its work, and how much slower kernels are in a step than by
                               themselves: two steps of a small transformer
     copies                    to host memory and back, page-locked on a GPU
@@ -100,12 +101,18 @@ def measure_device(device: torch.device, show: Show = lambda what, share: None) 
     meter = Meter(device)
     show("products of matrices", 0.0)
     products_found = products(meter)
-    show("attention", 0.3)
+    show("attention", 0.2)
     attention_found = attention(meter)
-    show("operators by traffic", 0.6)
+    show("operators by traffic", 0.35)
     traffic_found = traffic(meter)
-    show("copies, and the host's time", 0.8)
-    hardware = _hardware(meter, products_found, attention_found, traffic_found)
+    in_bf16: dict[str, dict[tuple[float, ...], float]] = {}
+    if not meter.is_gpu:
+        # A GPU's kernels in bf16 follow from its peak; a CPU's from what its library has for each of them.
+        show("the same in bf16", 0.5)
+        other = Meter(device, "bfloat16")
+        in_bf16 = products(other)["rates"] | attention(other) | traffic(other)
+    show("copies, and the host's time", 0.85)
+    hardware = _hardware(meter, products_found, attention_found, traffic_found, in_bf16)
     slowness, launch_s = _slowness_and_launch_s(meter, hardware)
     return dataclasses.replace(
         hardware, launch_s=launch_s, slowness=dict.fromkeys(hardware.slowness, slowness)
@@ -364,11 +371,16 @@ def _hardware(
     products_found: dict[str, Any],
     attention_found: dict[str, Any],
     traffic_found: dict[str, Any],
+    in_bf16: dict[str, dict[tuple[float, ...], float]],
 ) -> Hardware:
-    """What was measured, in the place of what is assumed."""
+    """What was measured, in the place of what is assumed. `in_bf16`: of a CPU, all classes once more."""
     peaks: dict[str, float] = products_found["peak_flops"]
     peak = peaks[meter.dtypes[0]]
-    fastest = max(max(rates.values()) for rates in traffic_found.values())
+    if in_bf16:
+        computed = [rates for name, rates in in_bf16.items() if not name.startswith("memory")]
+        peaks["bfloat16"] = max(max(rates.values()) for rates in computed)
+    moved = [*traffic_found.values(), *(in_bf16[name] for name in in_bf16 if name.startswith("memory"))]
+    fastest = max(max(rates.values()) for rates in moved)
     efficiencies = (
         {name: _shares(("m", "n", "k"), rates, peak) for name, rates in products_found["rates"].items()}
         | {
@@ -377,6 +389,10 @@ def _hardware(
         }
         | {name: _shares(("bytes",), rates, fastest) for name, rates in traffic_found.items()}
     )
+    for name, rates in in_bf16.items():
+        by = efficiencies[name].by
+        of_peak = fastest if by == ("bytes",) else peaks["bfloat16"]
+        efficiencies[f"{name} bfloat16"] = _shares(by, rates, of_peak)
     base = Hardware.named("h100" if meter.is_gpu else "cpu")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     free_bytes = psutil.virtual_memory().available

@@ -107,14 +107,15 @@ def kernel_s(operation: Operation, hardware: Hardware) -> float:
     """Seconds of a product, of attention, or of an operator that is bound by memory traffic."""
     moved_s = 0.0
     if operation.num_bytes:
-        reached = hardware.efficiency(f"memory {operation.name}", "memory").at({"bytes": operation.num_bytes})
+        classes = _of_dtype((f"memory {operation.name}", "memory"), operation.dtype)
+        reached = hardware.efficiency(*classes).at({"bytes": operation.num_bytes})
         moved_s = operation.num_bytes / (hardware.memory_bytes_per_s * reached) * hardware.slowness["memory"]
     if operation.kind == "memory" or not operation.flops:
         return moved_s
     if operation.kind == "gemm":
         batch, m, n, k = operation.shape if len(operation.shape) == 4 else (1, 1.0, 1.0, 1.0)
         sizes = {"flops": operation.flops / max(1, batch), "m": m, "n": n, "k": k}
-        classes: tuple[str, ...] = _product_classes(operation.name)
+        classes = _product_classes(operation.name)
     else:
         _batch, heads, queries, keys, head_dim = (
             operation.shape if len(operation.shape) == 5 else (1, 1, 1, 1, 1)
@@ -127,7 +128,7 @@ def kernel_s(operation: Operation, hardware: Hardware) -> float:
             "head_dim": head_dim,
         }
         classes = _attention_classes(operation.name)
-    share = hardware.efficiency(*classes).at(sizes)
+    share = hardware.efficiency(*_of_dtype(classes, operation.dtype)).at(sizes)
     computed_s = (
         operation.flops / (hardware.peak(operation.dtype) * share) * hardware.slowness[operation.kind]
     )
@@ -137,7 +138,13 @@ def kernel_s(operation: Operation, hardware: Hardware) -> float:
 
 @cache
 def _product_classes(name: str) -> tuple[str, ...]:
-    return ("gemm convolution", "gemm") if "convolution" in name else ("gemm",)
+    return ("gemm convolution", "gemm") if "convolution" in name else (f"gemm {name}", "gemm")
+
+
+@cache
+def _of_dtype(classes: tuple[str, ...], dtype: str) -> tuple[str, ...]:
+    """`memory aten.add bfloat16` and `memory bfloat16` before `memory aten.add` and `memory`: CPUs differ in these."""
+    return *(f"{each} {dtype}" for each in classes), *classes
 
 
 @cache

@@ -29,12 +29,12 @@ Unary = Callable[[Tensor], Any]
 class Meter:
     """Seconds of a function on a device."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, dtype: str = ""):
         self.device = device
         self.is_gpu = device.type == "cuda"
         self.most_flops = _MOST_FLOPS_ON_GPU if self.is_gpu else _MOST_FLOPS_ON_CPU
         self.dtypes = ("bfloat16", "float32") if self.is_gpu else ("float32", "bfloat16")
-        self.dtype = getattr(torch, self.dtypes[0])
+        self.dtype: torch.dtype = getattr(torch, dtype or self.dtypes[0])
 
     def seconds(self, make: Callable[[], Callable[[], Any]], least_s: float = 0.01, rounds: int = 3) -> float:
         """The least of some rounds, each of as many calls as `least_s` needs, of functions that `make` gives."""
@@ -175,13 +175,13 @@ def traffic(meter: Meter) -> dict[str, dict[tuple[float, ...], float]]:
             of_name = rates.setdefault(f"memory {name}", {})
 
             def on(rows: int, columns: int, function: Unary = function) -> Callable[[], Any]:
-                x = torch.rand(rows, columns, device=meter.device) + 0.5
+                x = (torch.rand(rows, columns, device=meter.device) + 0.5).to(meter.dtype)
                 return lambda: function(x)
 
             # What it takes for hardly any data is not its work, and belongs to the host.
             nothing_s = meter.seconds(partial(on, 1, 2), 0.002)
             for size in sizes:
-                taken_s = meter.seconds(partial(on, size // 4 // 128, 128), 0.004)
+                taken_s = meter.seconds(partial(on, size // meter.dtype.itemsize // 128, 128), 0.004)
                 of_name[(moves * size,)] = moves * size / max(taken_s - nothing_s, taken_s / 20)
     # Any other operator is taken for an addition.
     rates["memory"] = dict(rates["memory aten.add"])
