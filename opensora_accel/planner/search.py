@@ -24,6 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from opensora_accel.observe import CPU
 from opensora_accel.plan import Plan
 from opensora_accel.planner.allocator import StepMemory
 from opensora_accel.planner.candidates import (
@@ -211,14 +212,8 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
         if (busiest := busiest_rank(trace)) != trace.rank:
             trace = trace_step(as_run, plan, rank=busiest)
         timelines = [simulated(trace, each, placement) for each in bounds]
-        optimizer_s = [
-            sum(span.end_s - span.start_s for span in each.spans
-                if trace.operations[span.operation].phase == "optimizer" and span.stream == "compute")
-            for each in timelines
-        ]  # fmt: skip
         for index, each in enumerate(timelines):
-            step_s = passes.accumulation / traced * (each.step_s - optimizer_s[index]) + optimizer_s[index]
-            times[index] += step_s * share / whole
+            times[index] += repeated_s(trace, each, passes.accumulation / traced) * share / whole
         repeats = passes.accumulation / traced
         foreseen.add(trace, timelines, hardware, placement, share / whole, repeats)
         for index, seconds in enumerate(floor_s(trace, hardware, placement)):
@@ -246,6 +241,16 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
     return replace(
         candidate, trace=trace, timeline=timeline, foreseen=foreseen, floor_s=(floors[0], floors[1])
     )
+
+
+def repeated_s(trace: Trace, timeline: Timeline, repeats: float) -> float:
+    """Seconds of a step whose microbatches come so many times as often as they were traced, and its optimizer once."""
+    optimizer_s = sum(
+        span.end_s - span.start_s
+        for span in timeline.spans
+        if trace.operations[span.operation].phase == "optimizer" and span.stream == "compute"
+    )
+    return repeats * (timeline.step_s - optimizer_s) + optimizer_s
 
 
 def busiest_rank(trace: Trace) -> int:
@@ -317,14 +322,14 @@ def _candidate(
     by_kind["communication buffers"] = communication_bytes
     lost = 0
     # On a CPU there is no such allocator.
-    if storages is not None and hardware.allocator_slack:
+    if storages is not None and hardware.architecture != CPU:
         others = beside + hardware.context_bytes + communication_bytes
         lost = storages.replayed(hardware.memory_bytes - others, residents.state_ratio / 2).lost_bytes
     spread = hardware.uncertainties.get("reserved", 0.0)
     # What fragments hold an allocator that moves its segments does not lose, so that the low end has none.
     low *= 1 - spread
-    slack = lost + ((high + lost) * (1 + hardware.allocator_slack) * (1 + spread) - high - lost)
-    by_kind["allocator slack"] = round(slack)
+    reserved = (high + lost) * (1 + hardware.allocator_slack) * (1 + spread)
+    by_kind["allocator slack"] = round(reserved - high)
     low += hardware.context_bytes
     high += hardware.context_bytes + by_kind["communication buffers"] + by_kind["allocator slack"]
     memory = round(low), round(high)

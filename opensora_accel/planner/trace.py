@@ -15,6 +15,8 @@ OperationKind = Literal["gemm", "attention", "memory", "collective", "copy_out",
 # One thing at a time runs on each.
 Stream = Literal["compute", "gather", "reduce", "exchange", "ring", "copy_out", "copy_in"]
 Phase = Literal["forward", "recompute", "backward", "optimizer"]
+# Operators that only bring bytes to their place begin with one of these.
+_COPIES = ("copy", "cat", "clone", "to_copy", "fill", "zero")
 
 
 @dataclass(frozen=True)
@@ -53,17 +55,12 @@ class Operation:
     @property
     def operator_class(self) -> str:
         """What it is for, more finely than what bounds it."""
-        if self.kind == "memory":
-            copies = ("copy", "cat", "clone", "_to_copy", "fill", "zero")
-            name = self.name.removeprefix("aten.")
-            return (
-                "norms"
-                if "norm" in name
-                else "copies"
-                if name.strip("_").startswith(copies)
-                else "elementwise"
-            )
-        return {"gemm": "matrix products", "attention": "attention"}.get(self.kind, "communication")
+        if self.kind != "memory":
+            return {"gemm": "matrix products", "attention": "attention"}.get(self.kind, "communication")
+        name = self.name.removeprefix("aten.")
+        if "norm" in name:
+            return "norms"
+        return "copies" if name.strip("_").startswith(_COPIES) else "elementwise"
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--every", type=int, default=8, help="trace all on so many GPUs and fewer, whatever floors say (8)")
     add("--minutes", type=float, default=float("inf"), help="of exhaustion in each case (no end)")
     options = harness.parse_options(parser, arguments, {"cpu": {}, "cuda": {}, "quick": {"minutes": 0.5}})
+    for name in ("device", "only", "rounds", "picture"):
+        if f"--{name}" in (sys.argv if arguments is None else arguments):
+            parser.error(
+                f"--{name} means nothing here: nothing is timed in turns; --cases takes some of them"
+            )
     report = Report(options, model=options.model)
     report.result["cases"] = rows = []
     claims = report.result["claims"]

@@ -23,13 +23,6 @@ from opensora_accel.planner.workload import Pass, Workload
 
 Inputs = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
 # Of AutoencoderKLHunyuanVideo in latents: frames, rows and columns of a tile, and from one tile to the next.
-_SIZES: dict[str, dict[str, Any]] = {
-    # THUDM/CogVideoX-5b, vae/config.json
-    "AutoencoderKLCogVideoX": {
-        "down_block_types": ("CogVideoXDownBlock3D",) * 4, "up_block_types": ("CogVideoXUpBlock3D",) * 4,
-        "block_out_channels": (128, 256, 256, 512), "layers_per_block": 3, "latent_channels": 16,
-    },
-}  # fmt: skip
 _TILE, _STRIDE = (5, 32, 32), (3, 24, 24)
 
 
@@ -119,10 +112,11 @@ def decoding_cogvideox(hardware: Hardware) -> float:
 
 @cache
 def _autoencoder(class_name: str, method: str, shape: tuple[int, ...], architecture: str) -> Trace:
+    """One of diffusers with its default sizes, which are the published ones, encodes or decodes in bf16."""
     import diffusers
 
     def build() -> nn.Module:
-        model: nn.Module = getattr(diffusers, class_name)(**_SIZES.get(class_name, {})).to(torch.bfloat16)
+        model: nn.Module = getattr(diffusers, class_name)().to(torch.bfloat16)
         return model
 
     def prepare(model: nn.Module, run: Run) -> Pass:

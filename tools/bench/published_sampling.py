@@ -2,17 +2,17 @@
 
 Open-Sora 2.0, README: 50 steps of sampling at 768 × 768 on 1, 2, 4, 8 H100 take 1,656, 863, 466, 276 s. Each step is
 assumed to be three forward passes (both guidances) of 129 frames with 512 text tokens, with FlashAttention-3, which its
-repository looks for; decoding comes on top. Its class is the stand-in of tests/opensora_models. GB are GiB by
-opensora/utils/misc.py. Of memory 4 and 8 H100 are left out: 44.3 is what the table has for 256 × 256 on 2 and 4 too, so
-that what is sampled is not what fills it.
+repository looks for and which is taken to be as fast as cuDNN's; decoding comes on top. Its class is the stand-in of
+tests/opensora_models. GB are GiB by opensora/utils/misc.py. Of memory 4 and 8 H100 are left out: 44.3 is what the table
+has for 256 × 256 on 2 and 4 too, so that what is sampled is not what fills it.
 
 xDiT, docs/performance/hunyuanvideo.md (github.com/xdit-project/xDiT): HunyuanVideo, 129 frames, 50 steps, Ulysses, on
-H100. The model has its guidance built in, so that a step is one forward pass; attention is FlashAttention-2's, without
-a mask. Seconds are of the whole program: decoding comes on top.
+H100. The model has its guidance built in, so that a step is one forward pass; attention is FlashAttention-2's. Assumed:
+without a mask; decoding in the seconds, which are called the generation time.
 docs/performance/cogvideo.md, with its pictures cogvideo-a100-2b.png and -5b.png (github.com/xdit-project/xdit_assets):
 CogVideoX, 49 frames of 480 × 720, seconds a step on A100. A step is a forward pass of two samples, or of one where
 guidance is split over two ranks ("CFG-2"). Assumed: bf16, and A100s on PCIe, as what two ranks lose by exchanging 4.1
-and 9.2 GB, 0.15 and 0.35 s, are 26 GB/s.
+and 9.2 GB, 0.15 and 0.35 s, are 26 GB/s: read off the very figures that are compared.
 
 CogVideo, README (github.com/zai-org/CogVideo): CogVideoX-2B and -5B, 50 steps for 49 frames of 480 × 720 on one GPU.
 A100: about 90 and 180 s, H100: about 45 and 90. Assumed: SXM, FlashAttention-2, both halves of guidance in a batch; the

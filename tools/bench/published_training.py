@@ -7,7 +7,11 @@
 become a `Step`: what it takes to trace it, and the figure that was measured of it. `published.py` sets the planner's
 forecast beside each.
 
-Steps by torch 2.8 and before have FlashAttention-2 on a Hopper: torch prefers cuDNN's attention from cuDNN 9.15 on.
+On a Hopper NeMo's and finetrainers' attention is assumed to be torch's FlashAttention-2. Today's torch prefers cuDNN's;
+which one their torch took is not told.
+
+Some of what is assumed was chosen when figures and forecasts stood side by side, because it explains them: that, which
+step of cogvideox-factory's runs is told, and how fast Cosmos encodes. Such figures are not as blind as the others.
 
 Not compared are steps whose trained weights are in bf16 without fp32 ones, as NeMo Automodel's of Qwen-Image-Edit and
 finetrainers' of LTX-Video: a Plan trains fp32 weights. Nor those of compiled blocks.
@@ -17,14 +21,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
 import torch
-from published_parts import autocast_loop, encoding, of_kernel
+from published_parts import Inputs, autocast_loop, encoding, of_kernel
 from published_rows import GIB, Row
 from torch import nn
 
@@ -33,11 +37,9 @@ from opensora_accel.planner.candidates import Passes, Request, Residents
 from opensora_accel.planner.cost import Placement
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.models import MODELS, named_workload
-from opensora_accel.planner.search import exact, simulated
+from opensora_accel.planner.search import exact, repeated_s, simulated
 from opensora_accel.planner.trace import Trace
 from opensora_accel.planner.workload import Workload, workload_of_model
-
-Inputs = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Step:
     passes: Passes = field(default_factory=Passes)
     # Seconds of what a step does beside the passes of the model.
     beside: Callable[[Hardware], float] | None = None
-    # Whether torch's attention is FlashAttention-2 on a GPU that has cuDNN's: so it was until cuDNN 9.15.
+    # Whether torch's attention is taken for FlashAttention-2 on a GPU for which today's torch prefers cuDNN's.
     with_flash: bool = False
     residents: Residents = field(default_factory=Residents)
 
@@ -92,8 +94,8 @@ class Step:
         allocator = trace.storages.replayed(
             state_ratio=self.residents.state_ratio / 2, num_steps=1 if first else 2
         )
-        beside = ("context", "communication buffers", "allocator slack")
-        live = sum(size for kind, size in found.bytes_by_kind.items() if kind not in beside)
+        no_tensors = ("context", "communication buffers", "allocator slack")
+        live = sum(size for kind, size in found.bytes_by_kind.items() if kind not in no_tensors)
         if first:
             live = allocator.most_live_bytes
         size = live if figure.of == "allocated" else live + allocator.lost_bytes
@@ -105,14 +107,9 @@ def _seconds(
 ) -> float:
     """Of a step on a hardware, with what it has beside the model's passes."""
     timeline = simulated(trace, hardware, Placement.on(hardware, trace.plan.world_size))
-    optimizer_s = sum(
-        span.end_s - span.start_s
-        for span in timeline.spans
-        if trace.operations[span.operation].phase == "optimizer" and span.stream == "compute"
-    )
     # `exact` traces two microbatches at most, and others follow.
-    repeats = passes.accumulation / min(2, passes.accumulation)
-    return repeats * (timeline.step_s - optimizer_s) + optimizer_s + (beside(hardware) if beside else 0.0)
+    step_s = repeated_s(trace, timeline, passes.accumulation / min(2, passes.accumulation))
+    return step_s + (beside(hardware) if beside else 0.0)
 
 
 # ---- models, and how they are trained
@@ -150,11 +147,6 @@ def _workload(class_name: str, inputs: Inputs, **arguments: Any) -> Workload:
     return workload_of_model(class_name, partial(_built, class_name, **arguments), inputs)
 
 
-def _clip(name: str, frames: int, height: int, width: int) -> Workload:
-    """A model that the planner knows by name."""
-    return named_workload(name, frames=frames, height=height, width=width)
-
-
 def _by_accelerate(
     name: str,
     frames: int,
@@ -185,12 +177,12 @@ def nemo_wan() -> Iterator[Step]:
     """github.com/NVIDIA-NeMo/DFM, docs/performance-summary.md: pretraining of Wan 2.1 14B, 37,440 tokens a sample.
 
     Told: FSDP2 over 8 and over 64 H100, 175.88 and 228.85 TFLOP/s a GPU, which are 35.3 and 27.1 s a step by the
-    page's own 165.9 GFLOP a token, with torch's attention; Megatron on 32 GB300 with context parallelism 2, 64 samples
-    a step, 6,161.63 tokens/s a GPU, which are 12.15 s. Assumed: fp32 weights; whole blocks recomputed on H100, as
-    nothing else fits, and none on GB300, as the recipe's name says; 93 frames of 480 × 832; 400 Gb/s a GPU between
-    nodes; Megatron's way is taken for Ulysses.
+    page's own 165.9 GFLOP a token; Megatron on 32 GB300 with context parallelism 2, 64 samples a step, 6,161.63
+    tokens/s a GPU, which are 12.15 s. Assumed: fp32 weights; torch's FlashAttention-2 and whole blocks recomputed on
+    H100, as nothing else fits, and none on GB300, as the recipe's name says; 93 frames of 480 × 832; 400 Gb/s a GPU
+    between nodes; Megatron's way is taken for Ulysses.
     """
-    workload = partial(_clip, "wan2.1-14b", 93, 480, 832)
+    workload = partial(named_workload, "wan2.1-14b", frames=93, height=480, width=832)
     for ranks, seconds in ((8, 35.3), (64, 27.1)):
         plan = Plan(dp_shard=ranks, sharding="zero3", precision="bf16", checkpoint="full")
         yield Step(
@@ -210,7 +202,7 @@ def nemo_automodel() -> Iterator[Step]:
     16.3 with dp=2 and Ulysses over 4. GB are GiB that the allocator had allocated: recipes/diffusion/train.py prints
     max_memory_allocated() / 1024**3. Assumed: one sample a data rank, 61 frames of 512 × 512, 512 tokens of text.
     """
-    workload = partial(_clip, "wan2.1-1.3b", 61, 512, 512)
+    workload = partial(named_workload, "wan2.1-1.3b", frames=61, height=512, width=512)
     for shards, ulysses, gibibytes in ((8, 1, 54.9), (2, 4, 16.3)):
         plan = Plan(dp_shard=shards, ulysses=ulysses, sharding="zero3", precision="bf16")
         yield Step(
@@ -223,10 +215,10 @@ def cosmos() -> Iterator[Step]:
     """github.com/nvidia-cosmos/cosmos-predict2, documentations/post-training_video2world_agibot_fisheye.md, 2.2.
 
     Told: 93 frames of 704 × 1,280; 2B on 8 GPUs with context parallelism 2, 14B on 32 with 8; FSDP over all;
-    attention's output and some products kept; clips are encoded in the step, by Wan 2.1's VAE on every rank. Assumed:
+    attention's output and some products kept; clips are encoded in the step. Assumed: by Wan 2.1's VAE on every rank;
     fp32 weights, Ulysses, 512 tokens of text, 400 Gb/s a GPU between nodes, A100 SXM of 80 GB, no mask of padding, and
     that convolutions in NVIDIA's container are as fast as products: were they as slow as elsewhere (devices.py),
-    encoding alone would take longer than the whole step.
+    encoding alone would take as long as the whole step on an H100 NVL.
     """
     small = dict(num_attention_heads=16, num_layers=28)
     large = dict(num_attention_heads=40, num_layers=36)
