@@ -257,6 +257,11 @@ class Plan:
         return self.sharding != "none"
 
     @property
+    def uses_fsdp(self) -> bool:
+        """Whether parameters are FSDP2's, in shards or whole and cast to bf16 for each block."""
+        return self.is_sharded or self.precision == "bf16"
+
+    @property
     def averages_by_ddp(self) -> bool:
         """Whether DDP averages gradients: of whole weights in the dtype that the model computes in."""
         return self.mixed > 1 and self.sharding == "none" and self.precision != "bf16"

@@ -20,10 +20,11 @@ from typing import Any
 
 from opensora_accel.links import one_level_s, sent_bytes
 from opensora_accel.plan import Plan
-from opensora_accel.planner.hardware import Hardware
+from opensora_accel.planner.hardware import Hardware, InPhase
 from opensora_accel.planner.simulate import Contention
-from opensora_accel.planner.trace import Operation
+from opensora_accel.planner.trace import Operation, Phase
 
+_AS_ELSEWHERE = InPhase()
 # What a host's AdamW moves in a second for one rank; assumed.
 HOST_OPTIMIZER_BYTES_PER_S = 20e9
 
@@ -70,13 +71,10 @@ def operation_s(operation: Operation, hardware: Hardware, placement: Placement) 
 def alone_s(operation: Operation, hardware: Hardware, placement: Placement, plan: Plan) -> float:
     """Seconds of an operation of a plan's step, with what the host takes for it where nothing hides that."""
     # Where kernels run on the host's cores, starting one is part of it.
-    beside_s = 0.0 if hardware.runs_ahead else host_s(hardware, placement)
+    beside_s = 0.0 if hardware.runs_ahead else host_s(operation, hardware, placement, plan)
     if plan.cpu_offload and operation.phase == "optimizer":
         return operation.num_bytes / HOST_OPTIMIZER_BYTES_PER_S + beside_s
-    taken_s = operation_s(operation, hardware, placement) + beside_s
-    if plan.is_sharded and operation.phase == "optimizer":
-        taken_s += hardware.sharded_launch_s * core_share(hardware, placement)
-    return taken_s
+    return operation_s(operation, hardware, placement) + beside_s
 
 
 def core_share(hardware: Hardware, placement: Placement) -> float:
@@ -87,24 +85,45 @@ def core_share(hardware: Hardware, placement: Placement) -> float:
     return measured or max(1.0, placement.ranks_per_node / hardware.cores)
 
 
-def host_s(hardware: Hardware, placement: Placement) -> float:
-    """The host's time to start one operation."""
-    return hardware.launch_s * core_share(hardware, placement)
+def host_s(operation: Operation, hardware: Hardware, placement: Placement, plan: Plan) -> float:
+    """The host's time to start an operation of a plan's step, after what FSDP2 does before it."""
+    own_s = launch_s(operation.phase, hardware) + hardware.hook_s * operation.hooked
+    if plan.uses_fsdp and operation.phase == "optimizer":
+        own_s += hardware.sharded_launch_s
+    return own_s * core_share(hardware, placement)
+
+
+def launch_s(phase: Phase, hardware: Hardware) -> float:
+    """The host's time to start one operation in a phase, on a core of its own."""
+    return hardware.launch_s * _in_phase(phase, hardware).launch
+
+
+def _in_phase(phase: Phase, hardware: Hardware) -> InPhase:
+    return hardware.phases.get("forward" if phase == "recompute" else phase, _AS_ELSEWHERE)
 
 
 def contention(hardware: Hardware, placement: Placement) -> Contention:
-    """What shares a link: collectives of a node, and those that leave it."""
+    """What shares a link: collectives of a node, and those that leave it; and how late ranks come to them."""
+    late = hardware.lateness.get(str(placement.ranks_per_node))
 
     def links(operation: Operation) -> Sequence[str]:
         if operation.kind != "collective":
             return ()
         return ("network",) if placement.spread(operation.group)[0] > 1 else ("node",)
 
-    return Contention(links, hardware.beside_collective)
+    def late_s(computed_s: float) -> float:
+        return between_points(late, computed_s) if late and placement.world_size > 1 else 0.0
+
+    # Where ranks compute on cores, whoever carries their messages needs one too.
+    return Contention(links, hardware.beside_collective, hardware.cores is not None, late_s)
 
 
 def kernel_s(operation: Operation, hardware: Hardware) -> float:
-    """Seconds of a product, of attention, or of an operator that is bound by memory traffic."""
+    """Seconds of a product, of attention, or of an operator that is bound by memory traffic, in its phase of a step."""
+    return _by_figures_s(operation, hardware) * _in_phase(operation.phase, hardware).slowness
+
+
+def _by_figures_s(operation: Operation, hardware: Hardware) -> float:
     moved_s = 0.0
     if operation.num_bytes:
         classes = _of_dtype((f"memory {operation.name}", "memory"), operation.dtype)

@@ -20,6 +20,9 @@ _ASSUMED_MATMUL = "assumed: as an H100"
 _DTENSOR = (
     "22 µs measured on an AMD EPYC with torch 2.13.0 (2026-11-24); another host is assumed to be like it"
 )
+_HOOKS = (
+    "20 to 32 µs measured on an AMD EPYC with torch 2.13.0 (2026-11-29); a GPU's host is assumed to be faster"
+)
 _NCCL_LATENCY = "NCCL's src/graph/tuning.cc, hwLat of a ring with the Simple protocol"
 _REACHED = (
     "assumed: 0.8 of NVLink and 0.9 of a network are reached, as nccl-tests commonly print for large messages"
@@ -122,6 +125,7 @@ def _gpu(
         "host_memory_bytes": node_host_gib * GIB,
         "launch_s": 6e-6,
         "sharded_launch_s": 20e-6,
+        "hook_s": 15e-6,
         "runs_ahead": True,
         "cores": None,
         "beside_collective": 1.06,
@@ -149,6 +153,7 @@ def _gpu(
             "host_memory_bytes": "assumed: what such a node is commonly sold with",
             "launch_s": "assumed: an eager operator of PyTorch takes 6 µs of the host, with autograd",
             "sharded_launch_s": _DTENSOR,
+            "hook_s": _HOOKS,
             "beside_collective": "assumed: NCCL's kernels take about 8 of an H100's 132 multiprocessors",
             "context_bytes": _CONTEXT,
             "communicator_bytes": _BUFFERS,
@@ -385,6 +390,7 @@ DEVICES["cpu"] = {
     "host_memory_bytes": 64 * GIB,
     "launch_s": 12e-6,
     "sharded_launch_s": 20e-6,
+    "hook_s": 25e-6,
     "runs_ahead": False,
     "cores": 4,
     "beside_collective": 1.5,
@@ -399,7 +405,7 @@ DEVICES["cpu"] = {
     "uncertainties": {"gemm": 0.5, "attention": 0.5, "memory": 0.5, "collective": 0.5, "copy": 0.5, "host": 0.5},
     "sources": dict.fromkeys(
         ("peak_flops", "memory_bytes", "memory_bytes_per_s", "within", "host_link", "ranks_per_node",
-         "host_memory_bytes", "launch_s", "sharded_launch_s", "beside_collective", "context_bytes",
+         "host_memory_bytes", "launch_s", "sharded_launch_s", "hook_s", "beside_collective", "context_bytes",
          "communicator_bytes", "allocator_slack", "uncertainties", "gemm", "attention", "memory"),
         "assumed for one core of a server and gloo over loopback: `opensora-accel doctor --calibrate` measures",
     ),

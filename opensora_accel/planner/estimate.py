@@ -33,12 +33,12 @@ from opensora_accel.planner.cost import (
     Placement,
     collective_s,
     core_share,
-    host_s,
     kernel_s,
+    launch_s,
 )
 from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.run import trace_step
-from opensora_accel.planner.trace import Operation, Trace
+from opensora_accel.planner.trace import Operation, Phase, Trace
 from opensora_accel.planner.workload import Workload
 from shardformer import blocks_of
 from shardformer.policy import find_policy, has_policy
@@ -367,12 +367,12 @@ class Estimator:
         return max(0.0, in_pieces - whole)
 
     def _compute_s(
-        self, phase: str, degrees: tuple[int, int, int, int], shards: int, placement: Placement
+        self, phase: Phase, degrees: tuple[int, int, int, int], shards: int, placement: Placement
     ) -> dict[str, float]:
         """Seconds of a phase's kernels by kind, and those in blocks; the host's where it is longer, beside them."""
         seconds_by_kind = dict.fromkeys(("gemm", "attention", "memory", "host", "in blocks"), 0.0)
-        host = host_s(self.hardware, placement)
         slower = core_share(self.hardware, placement)
+        host = launch_s(phase, self.hardware) * slower
         for in_blocks in (False, True):
             kernels_s, count = 0.0, 0
             for operation, times in self.reference.kernels.get((phase, in_blocks), Counter()).items():

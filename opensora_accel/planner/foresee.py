@@ -185,7 +185,11 @@ def forecast_of(request: Request, candidate: Candidate, hardware_file: str = "")
         ],
         slowness=dict(hardware.slowness),
         collective_slowness=dict(hardware.collective_slowness),
-        host_s={"launch_s": hardware.launch_s, "sharded_launch_s": hardware.sharded_launch_s},
+        host_s={
+            "launch_s": hardware.launch_s,
+            "sharded_launch_s": hardware.sharded_launch_s,
+            "hook_s": hardware.hook_s,
+        },
     )
 
 

@@ -90,6 +90,14 @@ _UNCERTAIN_OF_SOME = ("reserved", "crowding", "oversubscription")
 
 
 @dataclass(frozen=True)
+class InPhase:
+    """How many times longer than elsewhere the host takes for an operator in a phase of a step, and a kernel."""
+
+    launch: Amount = 1.0
+    slowness: Amount = 1.0
+
+
+@dataclass(frozen=True)
 class Hardware:
     """Figures of one device, of its node and of the network; bytes, bytes a second, seconds.
 
@@ -140,6 +148,14 @@ class Hardware:
     # How many times longer collectives of a group take than these figures say, by `cost.collective_group`: from a run
     # that was measured (`report --correct`).
     collective_slowness: dict[str, Amount] = field(default_factory=dict)
+    # What FSDP2's hooks take of the host for each parameter of a block, before its forward and on both sides of its
+    # backward.
+    hook_s: Duration = 0.0
+    # By phase of a step ("forward", "backward", "optimizer"), where it was measured.
+    phases: dict[str, InPhase] = field(default_factory=dict)
+    # By which the last of so many ranks of a node comes later to a collective, as {"2": (seconds of compute since the
+    # one before, seconds), ...}.
+    lateness: dict[str, tuple[tuple[Amount, Amount], ...]] = field(default_factory=dict)
     # How many times longer kernels of a class take in a step than these figures say; `bound` multiplies it.
     slowness: dict[str, Amount] = field(
         default_factory=lambda: dict.fromkeys(("gemm", "attention", "memory"), 1.0)
@@ -153,6 +169,7 @@ class Hardware:
         for name in (
             "launch_s",
             "sharded_launch_s",
+            "hook_s",
             "context_bytes",
             "communicator_bytes",
             "allocator_slack",
@@ -230,6 +247,13 @@ class Hardware:
             },
             launch_s=self.launch_s * factor["host"],
             sharded_launch_s=self.sharded_launch_s * factor["host"],
+            hook_s=self.hook_s * factor["host"],
+            lateness={
+                ranks: tuple(
+                    (since_s, late_s * factor.get(self._crowd(int(ranks)), 1.0)) for since_s, late_s in points
+                )
+                for ranks, points in self.lateness.items()
+            },
             # A rank by itself is crowded by nobody, and nobody computes faster because others do.
             crowding={
                 ranks: 1.0 if ranks == "1" else max(1.0, times * factor.get(self._crowd(int(ranks)), 1.0))

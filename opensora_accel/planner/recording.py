@@ -153,6 +153,8 @@ class StepRecorder(DeviceBytes):
         # For each two streams the operation of the second that the first has waited for.
         self._waited: dict[tuple[str, str], int] = {}
         self._has_backward = self._is_hidden = self._is_reducing = False
+        # Parameters that FSDP2's hooks have gone through since the last operation.
+        self._hooked = 0
         self._kernel_stream: Stream = "compute"
         self._last_reduce: int | None = None
         self._bucket_memory: set[int] = set()
@@ -178,6 +180,8 @@ class StepRecorder(DeviceBytes):
             entered.enter_context(follow_modules(owners.model, policy, self._begin_module, self._end_module))
             group = _fsdp_param_group.FSDPParamGroup
             entered.enter_context(replaced(group, "post_backward", self._post_backward()))
+            for name in ("pre_forward", "pre_backward"):
+                entered.enter_context(replaced(group, name, self._counting(getattr(group, name))))
             for name, parameter in owners.model.named_parameters():
                 block = next((each for each in blocks if name.startswith(f"{each}.")), "")
                 if parameter.requires_grad and not isinstance(parameter, DTensor):
@@ -273,8 +277,10 @@ class StepRecorder(DeviceBytes):
         # What is sent may be ready in one module, and be started in another one.
         is_kernel = operation.kind in ("gemm", "attention", "memory") and mark.phase != "optimizer"
         region = self._modules[-1][0] if self._modules and is_kernel else ""
-        placed = replace(operation, after=waits, phase=mark.phase, block=block, region=region)
-        self.operations.append(placed)
+        self.operations.append(
+            replace(operation, after=waits, phase=mark.phase, block=block, region=region, hooked=self._hooked)
+        )
+        self._hooked = 0
         self._last[stream] = number
         for tensor in writes:
             address = _address(tensor)
@@ -398,8 +404,18 @@ class StepRecorder(DeviceBytes):
         self._with_gradient.add(id(parameter))
         self.gradients.append(Gradient(len(self.operations) - 1, block, parameter.grad.nbytes))
 
+    def _counting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook of FSDP2 that says how many parameters it goes through."""
+
+        def hook(group: Any, *given: Any, **named: Any) -> Any:
+            if self.is_recording:
+                self._hooked += len(group.fsdp_params)
+            return original(group, *given, **named)
+
+        return hook
+
     def _post_backward(self) -> Callable[..., None]:
-        original = _fsdp_param_group.FSDPParamGroup.post_backward
+        original = self._counting(_fsdp_param_group.FSDPParamGroup.post_backward)
 
         def post_backward(group: Any, *unused: Any) -> None:
             # Among several groups of a module's parameters the last comes first, and compute waits there until what was

@@ -289,7 +289,9 @@ def simulated(trace: Trace, hardware: Hardware, placement: Placement) -> Timelin
     def seconds(operation: Operation) -> float:
         return alone_s(operation, hardware, placement, trace.plan)
 
-    launch_s = host_s(hardware, placement) if hardware.runs_ahead else 0.0
+    def launch_s(operation: Operation) -> float:
+        return host_s(operation, hardware, placement, trace.plan) if hardware.runs_ahead else 0.0
+
     return simulate(trace, seconds, launch_s=launch_s, contention=contention(hardware, placement))
 
 

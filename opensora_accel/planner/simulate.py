@@ -15,7 +15,8 @@ c and d.
 
 Operations that share a link run slower beside each other: n at once get a share of 1/n each. Compute runs slower beside
 collectives, which take some of the multiprocessors. With a factor of 1.5, b takes 3 s in place of 2 s, if a collective
-runs all the while.
+runs all the while. A collective moves nothing until the last rank has come to it: the more ranks have computed since
+they met, the later that is.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from opensora_accel.planner.trace import Operation, Trace
 
@@ -37,6 +39,10 @@ def _no_links(_operation: Operation) -> Sequence[str]:
     return ()
 
 
+def _never_late(_computed_s: float) -> float:
+    return 0.0
+
+
 @dataclass(frozen=True)
 class Contention:
     """How much slower operations run beside each other than alone."""
@@ -45,6 +51,10 @@ class Contention:
     links: Callable[[Operation], Sequence[str]] = _no_links
     # Factor on the seconds of compute while a collective runs, at least 1.
     compute_beside_collective: float = 1.0
+    # Whether it is slower too while a collective waits for other ranks.
+    compute_beside_waiting: bool = False
+    # By which the last rank comes later to a collective than this one, by the seconds of compute since the one before.
+    late_s: Callable[[float], float] = _never_late
 
 
 @dataclass(frozen=True)
@@ -156,14 +166,14 @@ def simulate(
     trace: Trace,
     operation_s: Callable[[Operation], float],
     *,
-    launch_s: float = 0.0,
+    launch_s: float | Callable[[Operation], float] = 0.0,
     contention: Contention | None = None,
 ) -> Timeline:
     """The timeline of a step.
 
     Args:
         operation_s: seconds of an operation that has the device and its links for itself.
-        launch_s: of the host, to launch one operation; it launches them in order and waits for none.
+        launch_s: of the host, to launch an operation; it launches them in order and waits for none.
 
     Raises:
         ValueError: an operation takes less than no time, or `compute_beside_collective` is below 1.
@@ -178,7 +188,9 @@ def simulate(
     for operation, seconds in zip(trace.operations, work_s, strict=True):
         if not seconds >= 0:
             raise ValueError(f"operation_s must give seconds, at least 0; got {seconds} for {operation.name}")
-    return _Simulation(trace.operations, work_s, launch_s, contention).run()
+    each_s = launch_s if callable(launch_s) else lambda _operation: launch_s
+    launched_s = list(accumulate(map(each_s, trace.operations)))
+    return _Simulation(trace.operations, work_s, launched_s, contention).run()
 
 
 class _Simulation:
@@ -186,11 +198,14 @@ class _Simulation:
         self,
         operations: Sequence[Operation],
         work_s: Sequence[float],
-        launch_s: float,
+        launched_s: Sequence[float],
         contention: Contention,
     ):
         self.operations, self.contention = operations, contention
-        self.left_s, self.launch_s = list(work_s), launch_s
+        self.left_s, self.launched_s = list(work_s), launched_s
+        # Until the other ranks have come too.
+        self.wait_s = [0.0] * len(operations)
+        self.computed_s = 0.0
         self.start_s = [0.0] * len(operations)
         self.end_s: list[float | None] = [None] * len(operations)
         self.let_start_by: list[int | str | None] = [None] * len(operations)
@@ -207,11 +222,19 @@ class _Simulation:
         while self.running or any(self.waiting.values()):
             launched_s = self._start(now_s)
             slower = self._slower()
-            ends_s = [now_s + self.left_s[number] * slower[number] for number in self.running.values()]
+            ends_s = [
+                now_s + (self.wait_s[number] or self.left_s[number] * slower[number])
+                for number in self.running.values()
+            ]
             assert ends_s or launched_s, "operations wait for each other"
             next_s = min([*ends_s, *launched_s])
             for stream, number in list(self.running.items()):
+                if self.wait_s[number]:
+                    left_s = self.wait_s[number] - (next_s - now_s)
+                    self.wait_s[number] = 0.0 if left_s <= _NOTHING_S or now_s + left_s == now_s else left_s
+                    continue
                 self.left_s[number] -= (next_s - now_s) / slower[number]
+                self.computed_s += next_s - now_s if stream == "compute" else 0.0
                 if self.left_s[number] <= _NOTHING_S or now_s + self.left_s[number] == now_s:
                     self.end_s[number] = next_s
                     del self.running[stream]
@@ -235,7 +258,7 @@ class _Simulation:
                 before.append(self.last[stream])
             if any(self.end_s[each] is None for each in before):
                 continue
-            launch_s = (number + 1) * self.launch_s
+            launch_s = self.launched_s[number]
             if launch_s > now_s:
                 launched_s.append(launch_s)
                 continue
@@ -248,14 +271,18 @@ class _Simulation:
             waiting.pop()
             self.running[stream], self.last[stream] = number, number
             self.links[number] = self.contention.links(self.operations[number])
+            if self.operations[number].kind == "collective":
+                self.wait_s[number] = self.contention.late_s(self.computed_s)
+                self.computed_s = 0.0
         return launched_s
 
     def _slower(self) -> dict[int, float]:
         """How much slower each operation that runs is than alone."""
-        users = Counter(link for number in self.running.values() for link in set(self.links[number]))
+        moving = [number for number in self.running.values() if not self.wait_s[number]]
+        users = Counter(link for number in moving for link in set(self.links[number]))
         has_collective = any(
             self.operations[number].kind == "collective" and self.left_s[number] > 0
-            for number in self.running.values()
+            for number in (self.running.values() if self.contention.compute_beside_waiting else moving)
         )
         factors = {}
         for stream, number in self.running.items():

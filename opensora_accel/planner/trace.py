@@ -48,6 +48,8 @@ class Operation:
     peer: int | None = None
     # Of a message between two ranks, what comes in beside what is sent, or where nothing is.
     received_bytes: int = 0
+    # Parameters that FSDP2's hooks have gone through on the host just before it.
+    hooked: int = 0
     # The module that it ran in, as the profiler's regions name it: block, attention or mlp, "" outside of the blocks.
     # None where the trace knows no modules.
     region: str | None = None

@@ -8,9 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opensora_accel import Plan
 from opensora_accel.links import Link, one_level_s
-from opensora_accel.planner.cost import Placement, between_points, collective_s, host_s, kernel_s, operation_s
-from opensora_accel.planner.hardware import Efficiency, Hardware
+from opensora_accel.planner.cost import (
+    Placement,
+    between_points,
+    collective_s,
+    contention,
+    host_s,
+    kernel_s,
+    operation_s,
+)
+from opensora_accel.planner.hardware import Efficiency, Hardware, InPhase
 from opensora_accel.planner.operators import kernel_of
 from opensora_accel.planner.trace import Operation
 
@@ -115,9 +124,41 @@ def test_ranks_that_share_cores_take_longer():
         operation_s(product(512, 512, 512), cpu, Placement.on(cpu, number)) for number in (2, 4)
     )
     assert crowded == pytest.approx(2 * alone)
-    assert host_s(cpu, Placement.on(cpu, 4)) == pytest.approx(2 * cpu.launch_s)
+    assert host_s(product(512, 512, 512), cpu, Placement.on(cpu, 4), Plan()) == pytest.approx(
+        2 * cpu.launch_s
+    )
     measured = dataclasses.replace(cpu, crowding={"4": 2.5})
     assert operation_s(product(512, 512, 512), measured, Placement.on(cpu, 4)) == pytest.approx(2.5 * alone)
+
+
+def test_phases_of_a_step_differ():
+    """The optimizer's kernels find nothing in a cache, and the host is through with its operators soon."""
+    phases = {"forward": InPhase(), "optimizer": InPhase(launch=0.25, slowness=2.0)}
+    cpu = dataclasses.replace(Hardware.named("cpu"), launch_s=1e-5, hook_s=1e-4, phases=phases)
+    add = Operation("aten.add", "memory", "compute", num_bytes=10**6)
+    of_phase = {
+        phase: dataclasses.replace(add, phase=phase)
+        for phase in ("forward", "recompute", "backward", "optimizer")
+    }
+    alone = kernel_s(add, dataclasses.replace(cpu, phases={}))
+    assert {phase: kernel_s(each, cpu) / alone for phase, each in of_phase.items()} == pytest.approx(
+        {"forward": 1, "recompute": 1, "backward": 1, "optimizer": 2}
+    )
+    placement = Placement.on(cpu, 1)
+    assert host_s(of_phase["optimizer"], cpu, placement, Plan()) == pytest.approx(0.25e-5)
+    # In bf16 the parameters are FSDP2's, of one rank too, and its hooks go through them.
+    in_bf16 = host_s(of_phase["optimizer"], cpu, placement, Plan(precision="bf16"))
+    assert in_bf16 == pytest.approx(0.25e-5 + cpu.sharded_launch_s)
+    hooked = dataclasses.replace(of_phase["backward"], hooked=7)
+    assert host_s(hooked, cpu, placement, Plan()) == pytest.approx(1e-5 + 7e-4)
+
+
+def test_ranks_come_late_to_each_other_as_was_measured():
+    cpu = dataclasses.replace(Hardware.named("cpux2"), lateness={"2": ((0.01, 1e-3), (0.03, 5e-3))})
+    late_s = contention(cpu, Placement.on(cpu, 2)).late_s
+    assert [late_s(since_s) for since_s in (0.001, 0.02, 0.04)] == pytest.approx([1e-3, 3e-3, 7e-3])
+    assert contention(cpu, Placement.on(cpu, 1)).late_s(0.02) == 0
+    assert contention(H100, ON_64).late_s(1.0) == 0
 
 
 def test_ranks_without_a_network_are_refused():

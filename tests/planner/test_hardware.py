@@ -27,6 +27,8 @@ def test_every_figure_of_a_device_says_where_it_is_from(name):
             "collectives",
             "collective_slowness",
             "crowding",
+            "lateness",
+            "phases",
             "slowness",
             "between",
             "runs_ahead",
@@ -100,6 +102,8 @@ def test_the_bounds_go_around_what_was_measured():
         slowness={"gemm": 1.2, "attention": 1.1, "memory": 1.0},
         cores=2,
         crowding={"1": 1.0, "2": 1.05, "4": 2.2},
+        lateness={"2": ((0.01, 1e-3), (0.1, 4e-3))},
+        hook_s=2e-5,
         uncertainties=dict.fromkeys(
             ("gemm", "attention", "memory", "collective", "copy", "host", "crowding"), 0.1
         )
@@ -109,6 +113,9 @@ def test_the_bounds_go_around_what_was_measured():
     assert slow.slowness == pytest.approx({"gemm": 1.32, "attention": 1.21, "memory": 1.1})
     assert fast.slowness["gemm"] == pytest.approx(1.08)
     assert slow.crowding == pytest.approx({"1": 1.0, "2": 1.155, "4": 2.75})
+    for end, share in ((slow, 1.1), (fast, 0.9)):
+        assert dict(end.lateness["2"]) == pytest.approx({0.01: share * 1e-3, 0.1: share * 4e-3})
+        assert end.hook_s == pytest.approx(share * 2e-5)
     # Nobody computes faster because others do.
     assert fast.crowding == pytest.approx({"1": 1.0, "2": 1.0, "4": 1.65})
 

@@ -1,5 +1,7 @@
 """A simulated step is the one worked out by hand, and faster parts never make it slower."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,6 +72,24 @@ def test_what_a_wait_is_for_is_followed_back():
 def test_a_step_that_ends_with_a_collective_waits_for_it():
     found = run(("compute", 2), ("reduce", 5, 0))
     assert found.step_s == 7 and found.exposed_s == {"reduce": 5} and found.critical_path == {0: 2, 1: 5}
+
+
+def test_a_collective_waits_for_the_last_rank():
+    """It lasts from when this rank comes, and takes nothing from others while it waits."""
+    late = Contention(compute_beside_collective=2.0, late_s=lambda computed_s: computed_s / 4)
+    found = run(("compute", 4), ("exchange", 2, 0), ("compute", 8, 1), ("exchange", 2, 2), contention=late)
+    assert times(found) == [(0, 4), (4, 7), (7, 15), (15, 19)] and found.exposed_s == {"exchange": 7}
+    hidden = run(("compute", 4), ("gather", 2, 0), ("compute", 3), contention=late)
+    # 1 s beside one that waits, and 2 s at half the speed.
+    assert times(hidden) == [(0, 4), (4, 7), (4, 8)]
+    busy = dataclasses.replace(late, compute_beside_waiting=True)
+    assert times(run(("compute", 4), ("gather", 2, 0), ("compute", 3), contention=busy))[-1] == (4, 8.5)
+
+
+def test_the_host_may_take_another_time_for_each():
+    seconds = {"operation 0": 1.0, "operation 1": 5.0}
+    found = run(("compute", 2), ("compute", 2), launch_s=lambda operation: seconds[operation.name])
+    assert times(found) == [(1, 3), (6, 8)] and found.exposed_s == {"host": 4}
 
 
 def test_one_thing_at_a_time_runs_on_a_stream():

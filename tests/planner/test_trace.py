@@ -154,6 +154,16 @@ def test_streams_wait_for_each_other(trace):
     )
 
 
+@pytest.mark.parametrize(
+    "plan, hooks", [(Plan(), 0), (Plan(dp_shard=2, sharding="zero3"), 3), (Plan(precision="bf16"), 3)]
+)
+def test_the_hooks_of_fsdp_go_through_each_parameter(plan, hooks):
+    """Before a block's forward, and on both sides of its backward."""
+    workload = small(layers=2)
+    parameters = len(list(workload.model_fn().parameters()))
+    assert sum(operation.hooked for operation in trace_step(workload, plan).operations) == hooks * parameters
+
+
 def test_a_message_of_the_ring_travels_under_the_attention_of_the_hop_before():
     operations = trace_step(small(layers=1), Plan(ring=3, sharding="zero3")).operations
     forward = [number for number, each in enumerate(operations) if each.phase == "forward"]

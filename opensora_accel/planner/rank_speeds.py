@@ -1,0 +1,160 @@
+"""Ranks together on this machine: collectives, and how ranks slow each other down, for `calibrate`."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora_accel.communications import transport
+from opensora_accel.links import Kind, measure_rounds, pass_on, sent_bytes
+
+ROUNDS = 9
+_MESSAGE_BYTES = (64, 2**16, 2**20, 2**23)
+
+
+def collectives(device: torch.device) -> dict[str, tuple[tuple[float, float], ...]]:
+    """Each kind, in groups of each size, for each number of ranks that are busy at once."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    points_of = {}
+    for busy in [number for number in range(2, world + 1) if number <= 8 or number == world]:
+        for size in [number for number in range(2, busy + 1) if busy % number == 0]:
+            groups = [range(start, start + size) for start in range(0, busy, size)]
+            made = [dist.new_group(list(ranks)) for ranks in groups]
+            mine = next((group for group, ranks in zip(made, groups, strict=True) if rank in ranks), None)
+            for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"):
+                points = [_message(kind, message, size, mine, device) for message in _MESSAGE_BYTES]
+                # A larger message is not faster: where it seems so, something else ran beside it.
+                seconds = list(itertools.accumulate((taken for _sent, taken in points), max))
+                points_of[f"{kind} {size}/{busy}"] = tuple(
+                    (sent, taken) for (sent, _), taken in zip(points, seconds, strict=True)
+                )
+    return points_of
+
+
+def _message(
+    kind: Kind, size_bytes: int, num_ranks: int, group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[float, float]:
+    """What a rank sends, and the median seconds of the slowest rank; one without a group waits for the others."""
+    count = max(1, size_bytes // 4 // num_ranks) * num_ranks
+    x, y = torch.zeros(count, device=device), torch.zeros(count, device=device)
+    part = x[: count // num_ranks].clone()
+
+    def call() -> None:
+        if group is None:
+            return
+        if kind == "all-reduce":
+            transport.all_reduce_(x, group)
+        elif kind == "all-gather":
+            transport.all_gather(y, part, group)
+        elif kind == "reduce-scatter":
+            transport.reduce_scatter(part, y, group)
+        elif kind == "all-to-all":
+            transport.all_to_all_single(y, x, group)
+        else:
+            pass_on(x, y, group)
+
+    return sent_bytes(kind, 4 * count, num_ranks), _usual(measure_rounds(call, device, 3 * ROUNDS))
+
+
+def beside_others(step: Callable[[], object]) -> tuple[dict[str, float], dict[str, Any], float]:
+    """What becomes of a rank where so many compute on one machine.
+
+    Returns:
+        how many times longer a rank's step takes, by the number of ranks; (seconds of compute since ranks met, seconds
+        by which the last one comes later than a rank on average), by the same; and how far the
+        middle half of the first differs.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    matrix = torch.randn(512, 512)
+    medians_s, lateness, spreads = {}, {}, []
+    for busy in [number for number in range(1, world + 1) if number <= 8 or number == world]:
+        is_busy, group = rank < busy, dist.new_group(list(range(busy)))
+        rounds_s = _own_rounds_s(step if is_busy else lambda: None, busy, ROUNDS)
+        low_s, medians_s[busy], high_s = statistics.quantiles(rounds_s, n=4)
+        spreads.append((high_s - low_s) / medians_s[busy])
+        if busy == 1:
+            continue
+        both = torch.zeros(2, busy)
+
+        def meet(is_busy: bool = is_busy, group: Any = group, both: Tensor = both) -> None:
+            if is_busy:
+                transport.all_to_all_single(both[0], both[1], group)
+
+        meet_s, points = _usual(_own_rounds_s(meet, busy, 4 * ROUNDS)), []
+        for times, rounds in ((1, 8 * ROUNDS), (4, 6 * ROUNDS), (16, 3 * ROUNDS), (64, 2 * ROUNDS)):
+
+            def compute(times: int = times, is_busy: bool = is_busy) -> None:
+                for _ in range(times if is_busy else 0):
+                    matrix @ matrix
+
+            def compute_and_meet(
+                compute: Callable[[], None] = compute, meet: Callable[[], None] = meet
+            ) -> None:
+                compute()
+                meet()
+
+            alone_s, together_s = (
+                _usual(_own_rounds_s(each, busy, rounds)) for each in (compute, compute_and_meet)
+            )
+            points.append((alone_s, max(1e-7, together_s - alone_s - meet_s)))
+        late_s = itertools.accumulate((late for _since, late in points), max)
+        lateness[str(busy)] = tuple(
+            (since_s, late) for (since_s, _), late in zip(points, late_s, strict=True)
+        )
+    crowding = {str(busy): max(1.0, seconds / medians_s[1]) for busy, seconds in medians_s.items()}
+    return crowding, lateness, max(spreads)
+
+
+def _usual(rounds_s: Sequence[float]) -> float:
+    """The mean without the slowest tenth: what a step of many of them takes, where nothing else runs beside it."""
+    return statistics.fmean(sorted(rounds_s)[: max(1, len(rounds_s) * 9 // 10)])
+
+
+def _own_rounds_s(call: Callable[[], object], busy: int, num_rounds: int) -> list[float]:
+    """For each round what a call takes a rank, the mean of the first `busy` ones; all start together."""
+    rounds_s = torch.zeros(num_rounds + 2, dtype=torch.float64)
+    for number in range(num_rounds + 2):
+        dist.barrier()
+        before = time.perf_counter()
+        call()
+        rounds_s[number] = time.perf_counter() - before
+    if dist.get_rank() >= busy:
+        rounds_s.zero_()
+    dist.all_reduce(rounds_s)
+    return [float(seconds) / busy for seconds in rounds_s[2:]]
+
+
+def beside_collective() -> float:
+    """How many times longer compute takes while collectives run, which need cores too.
+
+    Ten products of 24 ms beside ten messages of 6 ms end after 28 ms: 2 ms of the messages were hidden. Had compute not
+    been slower beside them, they had been hidden whole. In their 6 ms the work of 2 ms was done: 3 times.
+    """
+    matrix, world = torch.randn(512, 512), dist.group.WORLD
+    sent, received = torch.zeros(2**18), torch.zeros(2**18)
+    assert world is not None
+
+    def run(*, compute: bool, send: bool) -> None:
+        for _ in range(10):
+            works = transport.start_shift(sent, received, world, operation="calibrate") if send else []
+            if compute:
+                matrix @ matrix
+            transport.finish(works, world, sent.device, operation="calibrate")
+
+    compute_s, messages_s, both_s = (
+        statistics.median(
+            _own_rounds_s(partial(run, compute=compute, send=send), dist.get_world_size(), ROUNDS)
+        )
+        for compute, send in ((True, False), (False, True), (True, True))
+    )
+    hidden_s = compute_s + messages_s - both_s
+    # Where messages take longer than compute, only its time can hide them.
+    return max(1.0, min(compute_s, messages_s) / max(hidden_s, messages_s / 20))
