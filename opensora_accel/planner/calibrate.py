@@ -9,12 +9,14 @@ What is measured, each over sizes from small to large and stored as a share of t
     the host, and the step    what an operator costs beside its work in each phase of a step, and how much slower
                               kernels are there than by themselves: two steps of a small transformer, also under FSDP2
     copies                    to host memory and back, page-locked on a GPU
-    links                     each collective on all ranks of a launcher, small and large messages
+    links                     each collective on the ranks of a node, small and large messages; and the link from node
+                              to node, where a launcher has started ranks on several
     ranks beside each other   on a CPU: how much slower a step is where others compute, how late ranks come to what they
                               do together, and how much of a message compute hides
 
-On a CPU, seconds are those of the process and not of the clock on the wall, so that another program beside it does not
-count. A torchrun of several ranks measures kernels on rank 0 while the others wait, and links on all of them.
+A GPU computes for 15 s before all that. On a CPU, seconds are those of the process and not of the clock on the wall, so
+that another program beside it does not count. A torchrun of several ranks measures kernels on rank 0 while the others
+wait, and links on all of them.
 """
 
 from __future__ import annotations
@@ -45,6 +47,9 @@ Show = Callable[[str, float], None]
 _UNCERTAINTY = 0.08
 # Where ranks take turns on a core, each collective waits for ranks that wait for a core: fitted to the same.
 _OVERSUBSCRIBED = 0.12
+
+# What a GPU computes before anything is measured.
+_LOAD_S = 15.0
 
 
 def write(path: Path) -> None:
@@ -87,6 +92,9 @@ def measure_device(device: torch.device, show: Show = lambda what, share: None) 
         ValueError: a process group exists already: a step cannot be traced in it.
     """
     meter = Meter(device)
+    if meter.is_gpu:
+        show("under load, until its clock is that of a long run", 0.0)
+        meter.load(_LOAD_S)
     show("products of matrices", 0.0)
     products_found = products(meter)
     show("attention", 0.2)
@@ -110,26 +118,33 @@ def measure_links(device: torch.device, hardware: Hardware | None) -> Hardware |
 
     Communication: collectives of 8 MiB and less over all ranks.
     """
-    collectives = rank_speeds.collectives(device)
+    places, collectives = rank_speeds.Places.now(), rank_speeds.collectives(device)
+    between = rank_speeds.between_nodes(device)
     sharded_launch_s, hook_s = step_speeds.sharded_host_s(device)
     on_cores: dict[str, Any] = {}
     uncertain = _UNCERTAINTY
-    if device.type == "cpu":
+    if device.type == "cpu" and places.per_node > 1:
         step = step_speeds.small_step(device, *step_speeds.LARGE)
         on_cores["crowding"], on_cores["lateness"], spread = rank_speeds.beside_others(step)
         uncertain = min(0.5, max(uncertain, spread))
         on_cores["beside_collective"] = rank_speeds.beside_collective()
     if hardware is None:
         return None
-    world = dist.get_world_size()
-    small, *_, large = collectives[f"send {world}/{world}"]
-    names = ("within", "collectives", "sharded_launch_s", "hook_s", *on_cores)
+    links: dict[str, Any] = {}
+    if places.per_node > 1:
+        small, *_, large = collectives[f"send {places.per_node}/{places.per_node}"]
+        links = {"within": Link.through(small, large), "collectives": collectives}
+    if between is not None:
+        links["between"] = between
+    names = ("sharded_launch_s", "hook_s", *links, *on_cores)
+    ranks = (
+        f"{places.nodes} nodes of {places.per_node} ranks" if places.nodes > 1 else f"{places.per_node} ranks"
+    )
     return dataclasses.replace(
         hardware,
-        within=Link.through(small, large),
-        collectives=collectives,
         sharded_launch_s=sharded_launch_s,
         hook_s=hook_s,
+        **links,
         **on_cores,
         uncertainties=hardware.uncertainties
         | {
@@ -137,9 +152,11 @@ def measure_links(device: torch.device, hardware: Hardware | None) -> Hardware |
             "crowding": uncertain,
             "oversubscription": max(_OVERSUBSCRIBED, uncertain),
         },
-        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        memory_bytes=hardware.memory_bytes if device.type == "cuda" else hardware.host_memory_bytes // world,
-        sources=hardware.sources | dict.fromkeys(names, f"{_when()}, {world} ranks"),
+        ranks_per_node=places.per_node,
+        memory_bytes=hardware.memory_bytes
+        if device.type == "cuda"
+        else hardware.host_memory_bytes // places.per_node,
+        sources=hardware.sources | dict.fromkeys(names, f"{_when()}, {ranks}"),
     )
 
 

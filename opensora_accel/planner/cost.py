@@ -99,7 +99,8 @@ def launch_s(phase: Phase, hardware: Hardware) -> float:
 
 
 def _in_phase(phase: Phase, hardware: Hardware) -> InPhase:
-    return hardware.phases.get("forward" if phase == "recompute" else phase, _AS_ELSEWHERE)
+    as_forward = hardware.phases.get("forward", _AS_ELSEWHERE) if phase == "recompute" else _AS_ELSEWHERE
+    return hardware.phases.get(phase, as_forward)
 
 
 def contention(hardware: Hardware, placement: Placement) -> Contention:

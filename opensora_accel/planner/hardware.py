@@ -151,7 +151,7 @@ class Hardware:
     # What FSDP2's hooks take of the host for each parameter of a block, before its forward and on both sides of its
     # backward.
     hook_s: Duration = 0.0
-    # By phase of a step ("forward", "backward", "optimizer"), where it was measured.
+    # By phase of a step ("forward", "recompute", "backward", "optimizer"), where it was measured.
     phases: dict[str, InPhase] = field(default_factory=dict)
     # By which the last of so many ranks of a node comes later to a collective, as {"2": (seconds of compute since the
     # one before, seconds), ...}.

@@ -92,6 +92,23 @@ def kernel_of(
     )
 
 
+def workspace_bytes(func: Any, args: Sequence[Any]) -> int:
+    """What a kernel takes of device memory while it runs, and gives back: that of attention's backward on CUDA.
+
+    FlashAttention adds up dq in fp32, in rows padded to 32 numbers, and keeps a number for each row of the output: 16
+    heads of 128 over 32,768 tokens take 4 · 32,768 · 16 · 129 bytes = 258 MiB. So does cuDNN.
+
+    Sources: flash-attention, csrc/flash_attn/flash_api.cpp, `mha_bwd`: dq_accum and softmax_d; torch has a copy.
+    cudnn-frontend, node/scaled_dot_product_flash_attention.h, the composite backward: dQ_accum and softmax_sum.
+    """
+    name = name_of(func)
+    if "for_cpu" in name or not any(f"{kernel}_attention_backward" in name for kernel in ("flash", "cudnn")):
+        return 0
+    q = args[1]
+    head_dim = q.shape[-1]
+    return 4 * (q.numel() // head_dim) * (-(-head_dim // 32) * 32 + 1)
+
+
 def _attention_shape(q: Tensor, k: Tensor, longest_q: int | None, longest_k: int | None) -> tuple[int, ...]:
     """(B, H, S_q, S_k, D) of [B, H, S, D], or of samples one behind the other, [B · S, H, D] of equal lengths."""
     if q.dim() == 4 or longest_q is None or longest_k is None:

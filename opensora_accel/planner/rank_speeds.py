@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,21 +16,58 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_accel.communications import transport
-from opensora_accel.links import Kind, measure_rounds, pass_on, sent_bytes
+from opensora_accel.links import Kind, Link, measure_link, measure_rounds, pass_on, sent_bytes
 
 ROUNDS = 9
 _MESSAGE_BYTES = (64, 2**16, 2**20, 2**23)
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where this rank stands: consecutive ranks fill a node, as launchers start them."""
+
+    nodes: int
+    per_node: int
+    # On its node.
+    place: int
+
+    @classmethod
+    def now(cls) -> Places:
+        world = dist.get_world_size()
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+        return cls(world // per_node, per_node, dist.get_rank() % per_node)
+
+    def numbers(self) -> list[int]:
+        """How many ranks of a node are tried at once: each number up to 8, and all."""
+        return [number for number in range(1, self.per_node + 1) if number <= 8 or number == self.per_node]
+
+    def group(self, size: int, busy: int) -> dist.ProcessGroup | None:
+        """This rank's among groups of consecutive ranks that the first `busy` of each node form."""
+        mine = None
+        for first in range(0, self.nodes * self.per_node, self.per_node):
+            for start in range(first, first + busy, size):
+                ranks = range(start, start + size)
+                made = dist.new_group(list(ranks))
+                mine = made if dist.get_rank() in ranks else mine
+        return mine
+
+
+def between_nodes(device: torch.device) -> Link | None:
+    """The link from a rank to the one in its place on the next node; None on a single node."""
+    places = Places.now()
+    if places.nodes == 1:
+        return None
+    lines = [range(place, dist.get_world_size(), places.per_node) for place in range(places.per_node)]
+    made = [dist.new_group(list(ranks)) for ranks in lines]
+    return measure_link(made[places.place], device)
+
+
 def collectives(device: torch.device) -> dict[str, tuple[tuple[float, float], ...]]:
-    """Each kind, in groups of each size, for each number of ranks that are busy at once."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    points_of = {}
-    for busy in [number for number in range(2, world + 1) if number <= 8 or number == world]:
+    """Each kind, in groups of each size on a node, for each number of its ranks that are busy at once."""
+    places, points_of = Places.now(), {}
+    for busy in places.numbers():
         for size in [number for number in range(2, busy + 1) if busy % number == 0]:
-            groups = [range(start, start + size) for start in range(0, busy, size)]
-            made = [dist.new_group(list(ranks)) for ranks in groups]
-            mine = next((group for group, ranks in zip(made, groups, strict=True) if rank in ranks), None)
+            mine = places.group(size, busy)
             for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"):
                 points = [_message(kind, message, size, mine, device) for message in _MESSAGE_BYTES]
                 # A larger message is not faster: where it seems so, something else ran beside it.
@@ -72,11 +111,10 @@ def beside_others(step: Callable[[], object]) -> tuple[dict[str, float], dict[st
         by which the last one comes later than a rank on average), by the same; and how far the
         middle half of the first differs.
     """
-    world, rank = dist.get_world_size(), dist.get_rank()
-    matrix = torch.randn(512, 512)
+    places, matrix = Places.now(), torch.randn(512, 512)
     medians_s, lateness, spreads = {}, {}, []
-    for busy in [number for number in range(1, world + 1) if number <= 8 or number == world]:
-        is_busy, group = rank < busy, dist.new_group(list(range(busy)))
+    for busy in places.numbers():
+        is_busy, group = places.place < busy, places.group(busy, busy)
         rounds_s = _own_rounds_s(step if is_busy else lambda: None, busy, ROUNDS)
         low_s, medians_s[busy], high_s = statistics.quantiles(rounds_s, n=4)
         spreads.append((high_s - low_s) / medians_s[busy])
@@ -119,17 +157,18 @@ def _usual(rounds_s: Sequence[float]) -> float:
 
 
 def _own_rounds_s(call: Callable[[], object], busy: int, num_rounds: int) -> list[float]:
-    """For each round what a call takes a rank, the mean of the first `busy` ones; all start together."""
+    """For each round what a call takes a rank, the mean of the first `busy` ones of each node; all start together."""
+    places = Places.now()
     rounds_s = torch.zeros(num_rounds + 2, dtype=torch.float64)
     for number in range(num_rounds + 2):
         dist.barrier()
         before = time.perf_counter()
         call()
         rounds_s[number] = time.perf_counter() - before
-    if dist.get_rank() >= busy:
+    if places.place >= busy:
         rounds_s.zero_()
     dist.all_reduce(rounds_s)
-    return [float(seconds) / busy for seconds in rounds_s[2:]]
+    return [float(seconds) / (busy * places.nodes) for seconds in rounds_s[2:]]
 
 
 def beside_collective() -> float:
@@ -138,21 +177,20 @@ def beside_collective() -> float:
     Ten products of 24 ms beside ten messages of 6 ms end after 28 ms: 2 ms of the messages were hidden. Had compute not
     been slower beside them, they had been hidden whole. In their 6 ms the work of 2 ms was done: 3 times.
     """
-    matrix, world = torch.randn(512, 512), dist.group.WORLD
+    places, matrix = Places.now(), torch.randn(512, 512)
     sent, received = torch.zeros(2**18), torch.zeros(2**18)
-    assert world is not None
+    node = places.group(places.per_node, places.per_node)
+    assert node is not None
 
     def run(*, compute: bool, send: bool) -> None:
         for _ in range(10):
-            works = transport.start_shift(sent, received, world, operation="calibrate") if send else []
+            works = transport.start_shift(sent, received, node, operation="calibrate") if send else []
             if compute:
                 matrix @ matrix
-            transport.finish(works, world, sent.device, operation="calibrate")
+            transport.finish(works, node, sent.device, operation="calibrate")
 
     compute_s, messages_s, both_s = (
-        statistics.median(
-            _own_rounds_s(partial(run, compute=compute, send=send), dist.get_world_size(), ROUNDS)
-        )
+        statistics.median(_own_rounds_s(partial(run, compute=compute, send=send), places.per_node, ROUNDS))
         for compute, send in ((True, False), (False, True), (True, True))
     )
     hidden_s = compute_s + messages_s - both_s

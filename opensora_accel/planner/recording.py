@@ -56,6 +56,7 @@ from opensora_accel.planner.operators import (
     starts_kernel,
     stream_of,
     traffic,
+    workspace_bytes,
 )
 from opensora_accel.planner.trace import Operation, Phase, Stream
 from opensora_accel.wrapping import replaced
@@ -250,6 +251,8 @@ class StepRecorder(DeviceBytes):
                 self._add_kernel(func, args, kwargs, outputs)
         for tensor in tensors_in(outputs):
             self._count(tensor.untyped_storage())
+        if size_bytes := workspace_bytes(func, args):
+            self._count(torch.empty(size_bytes, dtype=torch.uint8).untyped_storage())
 
     def add(self, operation: Operation, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> int:
         """Appends an operation with what it waits for and where it stands; its number."""

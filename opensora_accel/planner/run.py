@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from opensora_accel.checkpoint import KEEP_LAST
@@ -31,6 +32,7 @@ from opensora_accel.planner.extend import NotRepeated, Stretch, extend
 from opensora_accel.planner.recording import StepRecorder
 from opensora_accel.planner.trace import Trace
 from opensora_accel.planner.workload import Pass, Workload
+from opensora_accel.wrapping import replaced
 from shardformer import blocks_of
 from shardformer.paths import children
 from shardformer.policy import find_policy, has_policy
@@ -91,6 +93,7 @@ class _Session:
             launcher_environment(run),
             accelerator_stand_ins(),
             nullcontext() if architecture == CPU else operators_of_cuda(architecture),
+            replaced(_fsdp_param, "_chunk_with_empty", _Chunks),
         ):
             if plan.offload:
                 engine.setup_arena(limit_bytes=_UNLIMITED_BYTES)
@@ -233,6 +236,20 @@ class _Session:
         if not self.plan.offload:
             return self.plan
         return self.plan.replace(offload=min(1.0, moved / num_blocks))
+
+
+class _Chunks:
+    """The chunks of a tensor that FSDP2 asks for, its own and the first, without making those of 1,024 ranks."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int):
+        self._tensor, self._dim = tensor, dim
+        self._rows = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, index: int) -> Tensor:
+        left = self._tensor.size(self._dim) - index * self._rows
+        if left <= 0:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, index * self._rows, min(self._rows, left))
 
 
 def _kind_of(block: nn.Module) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opensora_accel.checkpoint import checkpoint_blocks
 from opensora_accel.observe import architecture_of
 from opensora_accel.plan import Plan
 from opensora_accel.planner.cost import kernel_s
@@ -30,6 +31,7 @@ from opensora_accel.planner.trace import Phase
 from opensora_accel.planner.workload import Workload, workload_of_model
 
 PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+_RECOMPUTE: Phase = "recompute"
 # Head dim, heads, and side in tokens of the steps that are measured.
 _TINY, _SMALL, LARGE = (16, 2, 4), (40, 3, 20), (48, 5, 26)
 
@@ -76,7 +78,13 @@ class SmallStep:
 
 
 def small_step(
-    device: torch.device, head_dim: int, heads: int, side: int, mesh: DeviceMesh | None = None
+    device: torch.device,
+    head_dim: int,
+    heads: int,
+    side: int,
+    mesh: DeviceMesh | None = None,
+    *,
+    is_checkpointed: bool = False,
 ) -> SmallStep:
     """Of side × side tokens; its blocks are sharded by FSDP2 over a mesh, if there is one.
 
@@ -109,10 +117,13 @@ def small_step(
         architecture=architecture_of(device),
     )  # fmt: skip
     model = build().to(device)
+    blocks = [*model.get_submodule("blocks").children()]
+    if is_checkpointed:
+        checkpoint_blocks(blocks, "full")
     if mesh is not None:
         # FSDP2 warns of outputs that are views.
         model.register_forward_hook(lambda _module, _args, out: (out[0].clone(),))
-        for module in (*model.get_submodule("blocks").children(), model):
+        for module in (*blocks, model):
             fully_shard(module, mesh=mesh)
     given = {
         name: value.to(device) if isinstance(value, Tensor) else value
@@ -131,33 +142,48 @@ def phases(device: torch.device, hardware: Hardware) -> tuple[float, dict[str, I
         small: 18 ms taken, k = 12 ms        slowness = (75 - 18) / (66 - 12) = 1.06
         large: 75 ms taken, k = 66 ms        launch = (18 - 1.06 · 12) / 300 = 18 µs
 
-    On a GPU the host runs ahead, and a step whose kernels take no time shows what it takes.
+    What is recomputed has the kernels of a forward, and what the same step takes longer with checkpoints is beside them
+    the host's. On a GPU the host runs ahead, and a step whose kernels take no time shows what it takes.
     """
 
     def taken(sizes: tuple[int, int, int]) -> dict[Phase, tuple[float, float, int]]:
         step = small_step(device, *sizes)
-        medians_s = step.medians_s()
-        operations = trace_step(step.workload, Plan()).operations
+        again = small_step(device, *sizes, is_checkpointed=True)
+        medians_s, again_s = step.medians_s(), again.medians_s()
+        medians_s["recompute"] = sum(again_s[each] - medians_s[each] for each in ("forward", "backward"))
+        operations = [
+            *(each for each in trace_step(step.workload, Plan()).operations),
+            *(
+                each
+                for each in trace_step(again.workload, Plan(checkpoint="full")).operations
+                if each.phase == "recompute"
+            ),
+        ]
         found: dict[Phase, tuple[float, float, int]] = {}
-        for phase in PHASES:
+        for phase in (*PHASES, _RECOMPUTE):
             of_phase = [kernel_s(each, hardware) for each in operations if each.phase == phase]
             found[phase] = medians_s[phase], sum(of_phase, 0.0), len(of_phase)
         return found
 
-    launches_s, slower = {}, dict.fromkeys(PHASES, 1.0)
-    if device.type == "cuda":
-        launches_s = {phase: taken_s / count for phase, (taken_s, _, count) in taken(_TINY).items()}
-    else:
-        small, large = taken(_SMALL), taken(LARGE)
-        for phase, (small_s, small_kernels_s, count) in small.items():
-            large_s, large_kernels_s, _ = large[phase]
+    slower = dict.fromkeys((*PHASES, _RECOMPUTE), 1.0)
+    small = taken(_TINY if device.type == "cuda" else _SMALL)
+    if device.type != "cuda":
+        large = taken(LARGE)
+        for phase in PHASES:
+            (small_s, small_kernels_s, _), (large_s, large_kernels_s, _) = small[phase], large[phase]
             times = (large_s - small_s) / (large_kernels_s - small_kernels_s)
             # Beyond these bounds something else ran beside it.
             slower[phase] = min(4.0 if phase == "optimizer" else 1.5, max(0.8, times))
-            launches_s[phase] = max(small_s - slower[phase] * small_kernels_s, small_s / 20) / count
+        slower[_RECOMPUTE] = slower["forward"]
+    on_gpu = device.type == "cuda"
+    launches_s = {
+        phase: max(taken_s - (0.0 if on_gpu else slower[phase] * kernels_s), taken_s / 20) / count
+        for phase, (taken_s, kernels_s, count) in small.items()
+    }
     launch_s = launches_s["forward"]
     return launch_s, {
-        phase: InPhase(launch=launches_s[phase] / launch_s, slowness=slower[phase]) for phase in PHASES
+        phase: InPhase(launch=max(launches_s[phase], 0.01 * launch_s) / launch_s, slowness=times)
+        for phase, times in slower.items()
     }
 
 

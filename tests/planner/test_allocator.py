@@ -1,9 +1,11 @@
 """What the caching allocator reserves, by torch's rules: by hand, and of whole steps."""
 
 import pytest
+import torch
 
 from opensora_accel import Plan
 from opensora_accel.planner.allocator import CachingAllocator, Event, StepMemory
+from opensora_accel.planner.operators import workspace_bytes
 from opensora_accel.planner.run import trace_step
 from tests.planner.steps import small
 from tests.tiers import PROVE
@@ -131,3 +133,39 @@ def test_the_replay_holds_as_much_as_the_step(layers, plan):
 
 def _most_live(storages):
     return storages.replayed().most_live_bytes
+
+
+def test_attentions_backward_holds_what_its_kernel_adds_up():
+    """By hand: 16 heads of 128 over 32,768 tokens; in fp32 a row of dq, and one number of the output's row."""
+    aten = torch.ops.aten
+    q = torch.empty(1, 16, 32_768, 128, device="meta")
+    flash = aten._scaled_dot_product_flash_attention_backward.default
+    assert workspace_bytes(flash, (q, q)) == 4 * 32_768 * 16 * 129 == 258 * 2**20
+    assert workspace_bytes(aten._scaled_dot_product_cudnn_attention_backward.default, (q, q)) == 258 * 2**20
+    # Rows of 72 numbers are padded to 96; samples one behind the other are [B · S, H, D].
+    assert (
+        workspace_bytes(aten._flash_attention_backward.default, (None, q[0, ..., :72]))
+        == 4 * 32_768 * 16 * 97
+    )
+    for others in (
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    ):
+        assert workspace_bytes(others.default, (q, q)) == 0
+
+
+def test_that_memory_is_there_while_the_kernel_runs_and_no_longer():
+    workload = small(layers=3, architecture="sm_90")
+    trace = trace_step(workload, Plan(precision="bf16"))
+    q = next(each for each in trace.operations if each.name.endswith("attention_backward")).shape
+    batch, heads, queries, _keys, head_dim = q
+    size_bytes = 4 * batch * heads * queries * (-(-head_dim // 32) * 32 + 1)
+    events = trace.storages.steps
+    made = [index for index, event in enumerate(events) if event.size_bytes == size_bytes]
+    # Among the tokens, and to the text.
+    assert len(made) == 2 * trace.num_blocks
+    for index in made:
+        freed = next(
+            i for i, event in enumerate(events) if i > index and event.storage == events[index].storage
+        )
+        assert freed == index + 1

@@ -147,6 +147,8 @@ def test_phases_of_a_step_differ():
     placement = Placement.on(cpu, 1)
     assert host_s(of_phase["optimizer"], cpu, placement, Plan()) == pytest.approx(0.25e-5)
     # In bf16 the parameters are FSDP2's, of one rank too, and its hooks go through them.
+    apart = dataclasses.replace(cpu, phases=phases | {"recompute": InPhase(launch=3.0)})
+    assert host_s(of_phase["recompute"], apart, placement, Plan()) == pytest.approx(3e-5)
     in_bf16 = host_s(of_phase["optimizer"], cpu, placement, Plan(precision="bf16"))
     assert in_bf16 == pytest.approx(0.25e-5 + cpu.sharded_launch_s)
     hooked = dataclasses.replace(of_phase["backward"], hooked=7)
