@@ -71,6 +71,8 @@ class Residents:
     ema: bool = False
     # By the kind that memory is shown with: "text encoder", "vae", ...
     frozen: Mapping[str, Frozen] = field(default_factory=dict)
+    # The norm of all gradients is taken, and they are scaled by it.
+    clips: bool = True
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -208,6 +210,8 @@ class Outcome:
     # `gain` of its time.
     may_win: tuple[Plan, ...] = ()
     gain: float = 0.0
+    # The best with one change that is not the planner's to make, and why not.
+    priced: tuple[tuple[Candidate, str], ...] = ()
 
     @property
     def ties(self) -> tuple[Candidate, ...]:

@@ -26,6 +26,8 @@ _CHOICES: tuple[tuple[str, ...], ...] = (
     ("two_level",),
     ("overlap_ulysses",),
     ("prefetch",),
+    ("reduce_dtype",),
+    ("gather_dtype",),
 )
 _MOST_NEIGHBOURS = 8
 
@@ -57,6 +59,8 @@ class Explanation:
     # The change that helps most, in a sentence; "" where none does.
     helps: str
     neighbours: tuple[Neighbour, ...]
+    # Of the best plan: changes that are not the planner's to make, each with what it brings and why not.
+    yours: tuple[str, ...] = ()
     # How far the intervals can be trusted, as the hardware's sources have it.
     intervals: str = ""
 
@@ -82,6 +86,9 @@ class Explanation:
         if self.neighbours:
             lines.append("  one choice away:")
             lines += [f"    {each.change}: {each.why}" for each in self.neighbours]
+        if self.yours:
+            lines.append("  yours to choose:")
+            lines += [f"    {each}" for each in self.yours]
         if self.intervals:
             lines.append(f"  the intervals: {self.intervals}")
         return "\n".join(lines)
@@ -97,6 +104,7 @@ class Explanation:
             "bound": self.bound,
             "helps": self.helps,
             "neighbours": [{"change": each.change, "why": each.why} for each in self.neighbours],
+            "yours": list(self.yours),
             "intervals": self.intervals,
         }
 
@@ -121,6 +129,11 @@ def explain(candidate: Candidate, outcome: Outcome) -> Explanation:
         bound_of(candidate.seconds_by_kind),
         _helps(candidate, near),
         tuple(near[:_MOST_NEIGHBOURS]),
+        tuple(
+            f"{change}: {_why(outcome, candidate, other)} ({why})"
+            for other, why in outcome.priced
+            if (change := change_between(candidate.plan, other.plan))
+        ),
         outcome.request.hardware.sources.get("uncertainties", ""),
     )
 

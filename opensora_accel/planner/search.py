@@ -18,12 +18,15 @@ mean by how often each comes. Every number is an interval; that of an estimate i
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+from opensora_accel.experimental import has_experiments
 from opensora_accel.observe import CPU
 from opensora_accel.plan import Plan
 from opensora_accel.planner.allocator import StepMemory
@@ -33,6 +36,7 @@ from opensora_accel.planner.candidates import (
     Outcome,
     Passes,
     Request,
+    Residents,
     candidates,
     describe,
 )
@@ -59,6 +63,16 @@ _AS_BUSY = 1.1
 # Plans within about this share of each other count as equally fast.
 _AS_FAST = 0.005
 _OTHER = "activations and work"
+# Fields that are not searched with the others, tried on the plan that has won; and why one is not taken by itself.
+_CHANGES: tuple[tuple[str, Any, str], ...] = (
+    ("prefetch", 2, ""),
+    ("prefetch", 0, ""),
+    ("reduce_dtype", "bf16", "gradients are rounded on their way"),
+    ("gather_dtype", "int8", "weights are rounded on their way"),
+    ("overlap_ulysses", True, "an experiment that no GPU has confirmed"),
+)
+# Of the search's time, until when they are.
+_FOR_CHANGES = 1.3
 Show = Callable[[str, float], None]
 
 
@@ -80,7 +94,8 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
 
     Args:
         show: called with what is done now, and the share of all that is done.
-        budget_s: no further finalist is traced after so many seconds; of what may win still, the outcome tells.
+        budget_s: no further finalist is traced after so many seconds, and after 1.3 times as many no change of the best
+            one; of what may win still, the outcome tells.
 
     Raises:
         ValueError: no plan has the fields that are fixed.
@@ -146,6 +161,21 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
     may_win = may_win if has_one else []
     correction = Corrections(found, traced)
     merged = [traced.get(each.plan) or _scaled(each, correction.of(each.plan)) for each in found]
+    priced = []
+    if has_one:
+        best = min((each for each in traced.values() if each.fits), key=lambda each: each.seconds_per_sample)
+        for name, value, why in _CHANGES:
+            plan = _changed(request, best.plan, name, value)
+            if plan is None or time.perf_counter() - start > _FOR_CHANGES * budget_s:
+                continue
+            show(f"tracing {describe(plan)}", 0.99)
+            candidate = exact(request, plan, best.passes)
+            gain = 1 - candidate.seconds_per_sample / best.seconds_per_sample
+            if why:
+                priced.append((candidate, why))
+            elif gain <= 0 or gain > _AS_FAST:
+                merged.append(candidate)
+                best = candidate if candidate.fits and gain > 0 else best
     show("ranking", 1.0)
     return Outcome(
         request,
@@ -154,7 +184,23 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
         time.perf_counter() - start,
         may_win=tuple(each.plan for each in sorted(may_win, key=lambda each: least[each.plan])),
         gain=max((1 - least[each.plan] / best_s for each in may_win), default=0.0),
+        priced=tuple(priced),
     )
+
+
+def _changed(request: Request, plan: Plan, name: str, value: Any) -> Plan | None:
+    """The plan with another value of a field; None where the field is fixed, or it changes nothing or cannot be."""
+    changes_something = {
+        "prefetch": plan.num_shards > 1,
+        "reduce_dtype": plan.mixed > 1,
+        "gather_dtype": plan.num_shards > 1 and has_experiments(),
+        "overlap_ulysses": plan.ulysses > 1 and has_experiments(),
+    }
+    if name in request.fixed or not changes_something[name]:
+        return None
+    with contextlib.suppress(ValueError):  # not with others of its fields
+        return plan.replace(**{name: value})
+    return None
 
 
 def _may_fit(request: Request, candidate: Candidate, factor: float) -> bool:
@@ -211,6 +257,7 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
         trace = trace_step(as_run, plan, rank=farthest_rank(plan, placement))
         if (busiest := busiest_rank(trace)) != trace.rank:
             trace = trace_step(as_run, plan, rank=busiest)
+        trace = replace(trace, operations=(*trace.operations, *beside_optimizer(trace, request.residents)))
         timelines = [simulated(trace, each, placement) for each in bounds]
         for index, each in enumerate(timelines):
             times[index] += repeated_s(trace, each, passes.accumulation / traced) * share / whole
@@ -241,6 +288,20 @@ def exact(request: Request, plan: Plan, passes: Passes) -> Candidate:
     return replace(
         candidate, trace=trace, timeline=timeline, foreseen=foreseen, floor_s=(floors[0], floors[1])
     )
+
+
+def beside_optimizer(trace: Trace, residents: Residents) -> list[Operation]:
+    """What passes over a rank's shards beside the optimizer's own operators.
+
+    Clipping reads the gradients for their norm, and reads and writes them where it scales them; averaging weights reads
+    two and writes one. Of 1 GiB of trained shards 3 GiB are moved for each.
+    """
+    passes = {"clipping": 3 * residents.clips, "averaging weights": 3 * residents.ema}
+    return [
+        Operation(name, "memory", "compute", phase="optimizer", num_bytes=times * trace.trained_bytes)
+        for name, times in passes.items()
+        if times and trace.trained_bytes
+    ]
 
 
 def repeated_s(trace: Trace, timeline: Timeline, repeats: float) -> float:

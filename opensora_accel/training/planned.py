@@ -60,6 +60,7 @@ def job_of(config: TrainConfig) -> Job:
         _MOMENTS[config.optim.state] if config.optim.algorithm == "adamw" else config.optim.algorithm,
         bool(config.optim.ema_decay),
         {kind: Frozen(*part) for kind, part in frozen_parts(config).items()},
+        clips=config.optim.clip_norm > 0,
     )
     if config.data.packed_tokens:
         # A sample is a row. A data rank runs its rows one after the other, each with a backward of its own.

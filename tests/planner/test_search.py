@@ -563,3 +563,39 @@ def test_the_optimizer_takes_longer_on_sharded_parameters():
         )
         further[plan.sharding] = with_it - without
     assert further == pytest.approx({"none": 0.0, "zero2": 4 * 1.5e-3, "zero3": 4 * 1.5e-3})
+
+
+def test_what_is_not_searched_is_tried_on_the_plan_that_won():
+    """Where it changes no number it may win; else its price is told, and why it is not taken by itself."""
+    fixed = {"ulysses": 2, "dp_shard": 2, "sharding": "zero3"}
+    outcome = search(request(4, fixed=fixed))
+    best = outcome.best.plan
+    tried = {each.plan.prefetch for each in outcome.candidates if each.plan.prefetch != 1}
+    assert tried <= {0, 2} and 0 in tried
+    changes = {change_between(best, other.plan): why for other, why in outcome.priced}
+    assert {change.partition("=")[0] for change in changes} == {
+        "reduce_dtype",
+        "gather_dtype",
+        "overlap_ulysses",
+    }
+    assert not {other.plan for other, _why in outcome.priced} & {each.plan for each in outcome.candidates}
+    text = explain(outcome.best, outcome).text()
+    assert "yours to choose" in text and "reduce_dtype=bf16" in text and "rounded on their way" in text
+    kept = search(request(4, fixed=fixed | {"prefetch": 1, "reduce_dtype": "same"}))
+    assert {each.plan.prefetch for each in kept.candidates} == {1}
+    assert all(other.plan.reduce_dtype == "same" for other, _why in kept.priced)
+
+
+def test_clipping_and_averaging_pass_over_the_shards():
+    trace = dataclasses.replace(
+        trace_step(StandInWorkload(), Plan(dp_shard=2, sharding="zero3")), trained_bytes=GIB
+    )
+    found = []
+    for residents in (Residents(), Residents(ema=True), Residents(clips=False)):
+        moved = {each.name: each.num_bytes / GIB for each in search_module.beside_optimizer(trace, residents)}
+        found.append((moved, exact(request(2, residents=residents), trace.plan, Passes()).expected_s))
+    assert [moved for moved, _step_s in found] == [
+        {"clipping": 3}, {"clipping": 3, "averaging weights": 3}, {},
+    ]  # fmt: skip
+    (_, usual_s), (_, averaged_s), (_, plain_s) = found
+    assert plain_s < usual_s < averaged_s

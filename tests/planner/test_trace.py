@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from opensora_accel import Plan
 from opensora_accel.observe.kinds import KINDS
@@ -162,6 +163,14 @@ def test_the_hooks_of_fsdp_go_through_each_parameter(plan, hooks):
     workload = small(layers=2)
     parameters = len(list(workload.model_fn().parameters()))
     assert sum(operation.hooked for operation in trace_step(workload, plan).operations) == hooks * parameters
+
+
+def test_chunks_that_nobody_asks_for_change_nothing(monkeypatch):
+    """FSDP2's own list of all ranks' chunks gives the same trace: also of rows that ranks do not share evenly."""
+    workload, plan = small(layers=2), Plan(dp_shard=3, sharding="zero3", checkpoint="full")
+    found = [trace_step(workload, plan, rank=rank) for rank in (0, 2)]
+    monkeypatch.setattr(run, "_Chunks", _fsdp_common._chunk_with_empty)
+    assert found == [trace_step(workload, plan, rank=rank) for rank in (0, 2)]
 
 
 def test_a_message_of_the_ring_travels_under_the_attention_of_the_hop_before():
