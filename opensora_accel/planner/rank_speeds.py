@@ -103,21 +103,21 @@ def _message(
     return sent_bytes(kind, 4 * count, num_ranks), _usual(measure_rounds(call, device, 3 * ROUNDS))
 
 
-def beside_others(step: Callable[[], object]) -> tuple[dict[str, float], dict[str, Any], float]:
+def beside_others(step: Callable[[], object]) -> tuple[dict[str, float], dict[str, Any], dict[int, float]]:
     """What becomes of a rank where so many compute on one machine.
 
     Returns:
         how many times longer a rank's step takes, by the number of ranks; (seconds of compute since ranks met, seconds
-        by which the last one comes later than a rank on average), by the same; and how far the
-        middle half of the first differs.
+        by which the last one comes later than a rank on average), by the same; and by how much the middle half of the
+        rounds of the first goes up or down.
     """
     places, matrix = Places.now(), torch.randn(512, 512)
-    medians_s, lateness, spreads = {}, {}, []
+    medians_s, lateness, spreads = {}, {}, {}
     for busy in places.numbers():
         is_busy, group = places.place < busy, places.group(busy, busy)
         rounds_s = _own_rounds_s(step if is_busy else lambda: None, busy, ROUNDS)
         low_s, medians_s[busy], high_s = statistics.quantiles(rounds_s, n=4)
-        spreads.append((high_s - low_s) / medians_s[busy])
+        spreads[busy] = (high_s - low_s) / medians_s[busy] / 2
         if busy == 1:
             continue
         both = torch.zeros(2, busy)
@@ -148,7 +148,7 @@ def beside_others(step: Callable[[], object]) -> tuple[dict[str, float], dict[st
             (since_s, late) for (since_s, _), late in zip(points, late_s, strict=True)
         )
     crowding = {str(busy): max(1.0, seconds / medians_s[1]) for busy, seconds in medians_s.items()}
-    return crowding, lateness, max(spreads)
+    return crowding, lateness, spreads
 
 
 def _usual(rounds_s: Sequence[float]) -> float:

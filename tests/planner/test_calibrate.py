@@ -34,7 +34,7 @@ def test_two_ranks_measure_their_machine(tmp_path):
     since_s, late_s = zip(*hardware.lateness["2"], strict=True)
     assert sorted(since_s) == [*since_s] and sorted(late_s) == [*late_s] and late_s[0] > 0
     assert hardware.crowding["1"] == 1 <= hardware.crowding["2"] and hardware.beside_collective >= 1
-    assert hardware.uncertainties["crowding"] >= 0.08
+    assert hardware.uncertainties["crowding"] >= 0.07
     measured = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"}
     assert {name.split()[0] for name in hardware.collectives} == measured
     for name in (
