@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         digest_of,
     )
     from opensora_accel.observe.gpus import GPUS, gpu_of, peak_of
-    from opensora_accel.observe.kinds import AFTER, BACKWARD, FORWARD, KINDS, RECOMPUTE
+    from opensora_accel.observe.kinds import AFTER, BACKWARD, FORWARD, KINDS, RECOMPUTE, class_of
     from opensora_accel.observe.live_bytes import DeviceBytes, LimitedBytes, LiveBytes
     from opensora_accel.observe.loaded import Whole, sums_of, unlike_file
     from opensora_accel.observe.meshes import (
@@ -165,6 +165,7 @@ __all__ = [
     "calls_of",
     "casts_lifted",
     "changes",
+    "class_of",
     "compose_axes",
     "differences",
     "digest",

@@ -16,3 +16,19 @@ KINDS = (
     "communication",
     "other",
 )
+# What operators are for, by parts of their names, and what those that only bring bytes to their place begin with.
+_CLASSES = (
+    ("attention", ("attention", "scaled_dot_product")),
+    ("norms", ("norm",)),
+    ("matrix products", ("mm", "linear", "convolution", "einsum", "matmul")),
+    ("copies", ("copy",)),
+)
+_COPIES = ("cat", "clone", "fill", "zero", "empty", "new_")
+
+
+def class_of(operator: str) -> str:
+    """What an operator is for: "addmm" is a matrix product, "native_layer_norm" a norm, "mul" elementwise."""
+    name = operator.strip("_")
+    if name.startswith(_COPIES):
+        return "copies"
+    return next((found for found, parts in _CLASSES if any(part in name for part in parts)), "elementwise")

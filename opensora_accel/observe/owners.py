@@ -37,6 +37,8 @@ class Owner:
     block: str
     # Whether it is a parameter that the step does not train.
     is_frozen: bool = False
+    # Of what nobody holds, what the operator that has made it is for (`kinds.class_of`); "" where that is not known.
+    made_by: str = ""
 
 
 @dataclass(frozen=True)

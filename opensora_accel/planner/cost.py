@@ -25,6 +25,8 @@ from opensora_accel.planner.simulate import Contention
 from opensora_accel.planner.trace import Operation, Phase
 
 _AS_ELSEWHERE = InPhase()
+# Of a device's PCIe, by the copies that take them.
+_LANES = {"copy_out": "lanes out", "copy_in": "lanes in"}
 # What a host's AdamW moves in a second for one rank; assumed.
 HOST_OPTIMIZER_BYTES_PER_S = 20e9
 
@@ -104,13 +106,22 @@ def _in_phase(phase: Phase, hardware: Hardware) -> InPhase:
 
 
 def contention(hardware: Hardware, placement: Placement) -> Contention:
-    """What shares a link: collectives of a node, and those that leave it; and how late ranks come to them."""
+    """What shares a link: collectives of a node, and those that leave it; and how late ranks come to them.
+
+    Where nothing but PCIe is between the GPUs of a node, a device's copies to the host and back go over the same lanes
+    as what its collectives send and receive.
+    """
+    # NVLink is faster than the lanes to the host.
+    to_ranks, to_host = hardware.within.bandwidth_bytes_per_s, hardware.host_link.bandwidth_bytes_per_s
+    by_pcie = hardware.runs_ahead and to_ranks <= to_host
     late = hardware.lateness.get(str(placement.ranks_per_node))
 
     def links(operation: Operation) -> Sequence[str]:
-        if operation.kind != "collective":
-            return ()
-        return ("network",) if placement.spread(operation.group)[0] > 1 else ("node",)
+        if operation.kind == "collective":
+            if placement.spread(operation.group)[0] > 1:
+                return ("network",)
+            return ("node", *_LANES.values()) if by_pcie else ("node",)
+        return (_LANES[operation.kind],) if by_pcie and operation.kind in _LANES else ()
 
     def late_s(computed_s: float) -> float:
         return between_points(late, computed_s) if late and placement.world_size > 1 else 0.0

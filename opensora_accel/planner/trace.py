@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from opensora_accel.observe import SharedAttention
+from opensora_accel.observe import SharedAttention, class_of
 from opensora_accel.plan import Plan
 from opensora_accel.planner.allocator import StepMemory
 
@@ -15,8 +15,6 @@ OperationKind = Literal["gemm", "attention", "memory", "collective", "copy_out",
 # One thing at a time runs on each.
 Stream = Literal["compute", "gather", "reduce", "exchange", "ring", "copy_out", "copy_in"]
 Phase = Literal["forward", "recompute", "backward", "optimizer"]
-# Operators that only bring bytes to their place begin with one of these.
-_COPIES = ("copy", "cat", "clone", "to_copy", "fill", "zero")
 
 
 @dataclass(frozen=True)
@@ -59,10 +57,7 @@ class Operation:
         """What it is for, more finely than what bounds it."""
         if self.kind != "memory":
             return {"gemm": "matrix products", "attention": "attention"}.get(self.kind, "communication")
-        name = self.name.removeprefix("aten.")
-        if "norm" in name:
-            return "norms"
-        return "copies" if name.strip("_").startswith(_COPIES) else "elementwise"
+        return class_of(self.name.removeprefix("aten."))
 
 
 @dataclass(frozen=True)

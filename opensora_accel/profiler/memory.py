@@ -21,7 +21,7 @@ import collections
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +43,7 @@ from opensora_accel.observe import (
     Places,
     arena_bytes,
     arena_memory,
+    class_of,
     find_blocks,
 )
 from opensora_accel.profiler.records import MemorySample
@@ -77,6 +78,8 @@ class MemoryPeak:
     place: Place
     # Optimizer steps that were done before it.
     step: int
+    # What is other, by what the operators that have made it are for; "" where that is not known.
+    other_by_class: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -193,11 +196,14 @@ class MemoryTimeline:
         sample = self.counter.sample(holdings, moment.time_s)
         highest = 0 if self._peak is None else self._peak.sample.device_bytes
         if sample.device_bytes > highest or self._peak is None:
-            by_block: dict[str, dict[str, int]] = {}
+            by_block = collections.defaultdict[str, collections.Counter[str]](collections.Counter)
+            others = collections.Counter[str]()
             for owner, size_bytes in holdings.items():
                 if size_bytes:
-                    by_block.setdefault(owner.block, {})[owner.kind] = size_bytes
-            self._peak = MemoryPeak(sample, by_block, moment.place, moment.step)
+                    by_block[owner.block][owner.kind] += size_bytes
+                    others[owner.made_by] += size_bytes if owner.kind == "other" else 0
+            named = {block: dict(kinds) for block, kinds in by_block.items()}
+            self._peak = MemoryPeak(sample, named, moment.place, moment.step, dict(+others))
         last = self._samples[-1] if self._samples else None
         if last is None or _differ(last, sample, _SEEN * max(highest, 1)):
             self._samples.append(sample)
@@ -212,7 +218,18 @@ class MemoryTimeline:
                 f"the allocator has {peak.sample.reserved_bytes / num_bytes:,.1f} {unit} of the device, of which "
                 f"{(peak.sample.fragmented_bytes or 0) / num_bytes:,.1f} {unit} lie free between pieces in use"
             )
-        return "\n".join([*lines, *table_of(peak)])
+        return "\n".join([*lines, *table_of(peak), *_of_other(peak)])
+
+
+def _of_other(peak: MemoryPeak) -> list[str]:
+    """A line that says what the other bytes are, if that is known."""
+    unit, num_bytes = unit_of(peak.sample.device_bytes)
+    found = [
+        f"{size / num_bytes:,.1f} {unit} by {name}"
+        for name, size in sorted(peak.other_by_class.items(), key=lambda item: -item[1])
+        if name and size >= 0.05 * num_bytes
+    ]
+    return [f"other was made {', '.join(found)}"] if found else []
 
 
 def _differ(one: MemorySample, other: MemorySample, seen_bytes: float) -> bool:
@@ -281,7 +298,7 @@ class StorageCounter(DeviceBytes):
         self._made: dict[int, Owner] = {}
         self._known: dict[int, Owner] = {}
         self.largest: dict[str, int] = {}
-        self._makes, self._sends = True, False
+        self._makes, self._sends, self._class = True, False, ""
         self._direction = self._told_bytes = 0
         # Moments whose owners are not looked up yet, and storages that are gone since.
         self._waiting: list[_Waiting] = []
@@ -309,6 +326,7 @@ class StorageCounter(DeviceBytes):
             self._look_up()
         self._sends = func.namespace in _COMMUNICATION
         self._makes = not (self._sends or func.is_view or func._schema.is_mutable)
+        self._class = class_of(func._schema.name.rpartition("::")[2])
 
     def after(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         """Counts what the operator has made, and notes what it sends."""
@@ -322,7 +340,7 @@ class StorageCounter(DeviceBytes):
     def is_made(self, address: int, kind: str, size_bytes: int) -> None:
         """It belongs to the block where the step is, as long as nobody holds it."""
         block = self._places.now.block or ELSEWHERE
-        self._made[address] = Owner(kind, block)
+        self._made[address] = Owner(kind, block, made_by=self._class if kind == "other" else "")
         # A bucket of DDP comes to light when a gradient is copied into it, and is nothing that a block computes.
         if self._makes:
             self.largest[block] = max(self.largest.get(block, 0), size_bytes)

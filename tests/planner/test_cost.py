@@ -21,7 +21,8 @@ from opensora_accel.planner.cost import (
 )
 from opensora_accel.planner.hardware import Efficiency, Hardware, InPhase
 from opensora_accel.planner.operators import kernel_of
-from opensora_accel.planner.trace import Operation
+from opensora_accel.planner.simulate import simulate
+from opensora_accel.planner.trace import Operation, Trace
 
 H100 = Hardware.named("h100x8-ib400")
 # Kernels by themselves, outside of a step.
@@ -153,6 +154,24 @@ def test_phases_of_a_step_differ():
     assert in_bf16 == pytest.approx(0.25e-5 + cpu.sharded_launch_s)
     hooked = dataclasses.replace(of_phase["backward"], hooked=7)
     assert host_s(hooked, cpu, placement, Plan()) == pytest.approx(1e-5 + 7e-4)
+
+
+@pytest.mark.parametrize(("device", "step_s"), [("l40sx8", 4.0), ("h100x8", 3.0)])
+def test_copies_share_pcie_with_collectives_where_there_is_no_nvlink(device, step_s):
+    """A copy of 3 s beside an all-gather of 1 s: over the same lanes each is half as fast as long as both run."""
+    hardware = Hardware.named(device)
+    group = tuple(range(8))
+    operations = (
+        Operation("copy out", "copy_out", "copy_out", num_bytes=3),
+        Operation("all-gather", "collective", "gather", num_bytes=1, collective="all-gather", group=group),
+    )
+    trace = Trace(Plan(), 0, 1, operations, (), 0, 0, 0, 0)
+    found = simulate(
+        trace,
+        lambda operation: float(operation.num_bytes),
+        contention=contention(hardware, Placement.on(hardware, 8)),
+    )
+    assert found.step_s == pytest.approx(step_s)
 
 
 def test_ranks_come_late_to_each_other_as_was_measured():

@@ -79,6 +79,12 @@ def test_without_a_checkpoint_every_block_holds_what_it_has_made():
     held = timeline.peak.by_block
     # The sigmoid's output, from which two backwards start, and the next layer's input.
     assert [held[f"blocks.{index}"]["other"] for index in range(2)] == [2 * HIDDEN] * 2
+    others = timeline.peak.other_by_class
+    assert (
+        sum(others.values()) == timeline.peak.sample.bytes_by_kind["other"]
+        and others["elementwise"] >= 2 * HIDDEN
+    )
+    assert "other was made" in str(timeline) and "by elementwise" in str(timeline)
     assert timeline.peak.sample.bytes_by_kind["block inputs"] == 0
     assert timeline.peak.sample.bytes_by_kind["recomputation"] == 0
 
