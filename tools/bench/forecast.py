@@ -14,7 +14,7 @@ Process memory is what the system says that a rank's process holds at most (Linu
 step's, and the table has the error as a share of the step's part too.
 
 Two settings of glibc's allocator keep out what no GPU has. While times are measured it returns no memory to the system,
-as CUDA's caching allocator does not: FSDP2 in bf16 else spends a fifth of a small step on page faults. While memory is
+as CUDA's caching allocator does not: FSDP2 in bf16 else spends a sixth of a small step on page faults. While memory is
 measured each tensor is a mapping of its own: else what a process holds is mostly the fragments of a heap.
 
 Claims: of times, median error at most 6 %, worst 20 %, rank correlation at least 0.9, and of 90 % intervals 85 to 95 %
