@@ -151,23 +151,21 @@ def phases(device: torch.device, hardware: Hardware) -> tuple[float, dict[str, I
         again = small_step(device, *sizes, is_checkpointed=True)
         medians_s, again_s = step.medians_s(), again.medians_s()
         medians_s["recompute"] = sum(again_s[each] - medians_s[each] for each in ("forward", "backward"))
-        operations = [
-            *(each for each in trace_step(step.workload, Plan()).operations),
-            *(
-                each
-                for each in trace_step(again.workload, Plan(checkpoint="full")).operations
-                if each.phase == "recompute"
-            ),
-        ]
+        plain, checkpointed = (
+            trace_step(step.workload, Plan()),
+            trace_step(again.workload, Plan(checkpoint="full")),
+        )
         found: dict[Phase, tuple[float, float, int]] = {}
         for phase in (*PHASES, _RECOMPUTE):
+            operations = (checkpointed if phase == _RECOMPUTE else plain).operations
             of_phase = [kernel_s(each, hardware) for each in operations if each.phase == phase]
             found[phase] = medians_s[phase], sum(of_phase, 0.0), len(of_phase)
         return found
 
+    on_gpu = device.type == "cuda"
     slower = dict.fromkeys((*PHASES, _RECOMPUTE), 1.0)
-    small = taken(_TINY if device.type == "cuda" else _SMALL)
-    if device.type != "cuda":
+    small = taken(_TINY if on_gpu else _SMALL)
+    if not on_gpu:
         large = taken(LARGE)
         for phase in PHASES:
             (small_s, small_kernels_s, _), (large_s, large_kernels_s, _) = small[phase], large[phase]
@@ -175,7 +173,6 @@ def phases(device: torch.device, hardware: Hardware) -> tuple[float, dict[str, I
             # Beyond these bounds something else ran beside it.
             slower[phase] = min(4.0 if phase == "optimizer" else 1.5, max(0.8, times))
         slower[_RECOMPUTE] = slower["forward"]
-    on_gpu = device.type == "cuda"
     launches_s = {
         phase: max(taken_s - (0.0 if on_gpu else slower[phase] * kernels_s), taken_s / 20) / count
         for phase, (taken_s, kernels_s, count) in small.items()
@@ -209,9 +206,9 @@ def sharded_host_s(device: torch.device) -> tuple[float, float]:
     in_hooks_s = sum(sharded_s[each] - plain_s[each] for each in ("forward", "backward"))
     in_optimizer_s = sharded_s["optimizer"] - plain_s["optimizer"]
     hooked = 3 * len(parameters)
-    return max(0.0, in_optimizer_s) / count.kernels, max(
-        0.0, in_hooks_s - 3 * statistics.median(copied_s)
-    ) / hooked
+    # Each of the three hooks copies all parameters once.
+    in_hooks_s -= 3 * statistics.median(copied_s)
+    return max(0.0, in_optimizer_s) / count.kernels, max(0.0, in_hooks_s) / hooked
 
 
 class _Count(TorchDispatchMode):
