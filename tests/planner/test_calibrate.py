@@ -66,6 +66,7 @@ def on_two_nodes():
     return (places.nodes, places.per_node, places.place), ranks, {*found}, between, shared
 
 
+@pytest.mark.prove
 def test_ranks_on_several_nodes_measure_the_link_between_them(ranks):
     found = ranks(4, on_two_nodes)
     assert [each[0] for each in found] == [(2, 2, 0), (2, 2, 1), (2, 2, 0), (2, 2, 1)]
