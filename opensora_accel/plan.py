@@ -264,7 +264,7 @@ class Plan:
     @property
     def averages_by_ddp(self) -> bool:
         """Whether DDP averages gradients: of whole weights in the dtype that the model computes in."""
-        return self.mixed > 1 and self.sharding == "none" and self.precision != "bf16"
+        return self.mixed > 1 and not self.uses_fsdp
 
     @property
     def shard_axes(self) -> tuple[str, ...]:

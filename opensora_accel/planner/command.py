@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -235,7 +236,9 @@ def _job(options: argparse.Namespace, job_of_config: JobOfConfig | None) -> Job:
                     "--config is read by the command line; call plan_for(model, ...) in a program"
                 )
             return job_of_config(options.config)
-        return Job(((step_file(options.step, batch=options.micro_batch), 1.0),))
+        # A step that clips does so in its trace.
+        residents = Residents(clips=False)
+        return Job(((step_file(options.step, batch=options.micro_batch), 1.0),), residents=residents)
     if options.micro_batch < 1:
         raise ValueError(f"--micro-batch is a number of samples, at least 1; got {options.micro_batch}")
     if options.mix and sizes:
@@ -274,7 +277,12 @@ def _residents(options: argparse.Namespace, job: Job) -> Residents:
             frozen[part.replace("_", " ")] = Frozen(round(gib * GIB), f"given by {option}")
         elif part in options.on_device:
             frozen[part.replace("_", " ")] = _named_part(options, part, option)
-    return Residents(options.optimizer or job.residents.optimizer, options.ema or job.residents.ema, frozen)
+    return replace(
+        job.residents,
+        optimizer=options.optimizer or job.residents.optimizer,
+        ema=options.ema or job.residents.ema,
+        frozen=frozen,
+    )
 
 
 def _named_part(options: argparse.Namespace, part: str, option: str) -> Frozen:

@@ -490,7 +490,7 @@ class Estimator:
         in_bf16 = plan.precision == "bf16"
         gathered = weights * {"same": 0.5 if in_bf16 else 1.0, "int8": 0.26, "fp8": 0.26}[plan.gather_dtype]
         reduced = trained * (0.5 if plan.reduce_dtype == "bf16" else 1.0)
-        if not plan.is_sharded and not in_bf16:
+        if not plan.uses_fsdp:
             group = groups["mixed"]
             share = 2 * (len(group) - 1) / len(group)
             all_s = self._collective("all-reduce", group, total * share, placement)

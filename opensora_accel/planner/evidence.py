@@ -17,6 +17,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from opensora_accel.plan import Plan
@@ -107,7 +108,7 @@ class Corrections:
 def floor_s(trace: Trace, hardware: Hardware, placement: Placement) -> tuple[float, float]:
     """Seconds that a step of a plan with the same degrees takes at least, with the trace's checkpoints and without."""
     own = [
-        0.0 if _depends_on_sharding(each) else alone_s(each, hardware, placement, trace.plan)
+        0.0 if _depends_on_sharding(each) else alone_s(_without_hooks(each), hardware, placement, trace.plan)
         for each in trace.operations
     ]
     plain = [
@@ -123,6 +124,11 @@ def _depends_on_sharding(operation: Operation) -> bool:
         or operation.stream not in ("compute", "exchange", "ring")
         or operation.name.startswith("fsdp.")
     )
+
+
+def _without_hooks(operation: Operation) -> Operation:
+    """Plans that shard nothing have no hooks of FSDP2."""
+    return replace(operation, hooked=0) if operation.hooked else operation
 
 
 def _longest_path_s(operations: Iterable[Operation], seconds: Iterable[float]) -> float:

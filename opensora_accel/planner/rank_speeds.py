@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from opensora_accel.communications import transport
 from opensora_accel.links import Kind, Link, measure_link, measure_rounds, pass_on, sent_bytes
@@ -81,7 +80,7 @@ def collectives(device: torch.device) -> dict[str, tuple[tuple[float, float], ..
 def _message(
     kind: Kind, size_bytes: int, num_ranks: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> tuple[float, float]:
-    """What a rank sends, and the median seconds of the slowest rank; one without a group waits for the others."""
+    """What a rank sends, and the usual seconds of the slowest rank; one without a group waits for the others."""
     count = max(1, size_bytes // 4 // num_ranks) * num_ranks
     x, y = torch.zeros(count, device=device), torch.zeros(count, device=device)
     part = x[: count // num_ranks].clone()
@@ -111,44 +110,46 @@ def beside_others(step: Callable[[], object]) -> tuple[dict[str, float], dict[st
         by which the last one comes later than a rank on average), by the same; and by how much the middle half of the
         rounds of the first goes up or down.
     """
-    places, matrix = Places.now(), torch.randn(512, 512)
+    places = Places.now()
     medians_s, lateness, spreads = {}, {}, {}
     for busy in places.numbers():
         is_busy, group = places.place < busy, places.group(busy, busy)
-        rounds_s = _own_rounds_s(step if is_busy else lambda: None, busy, ROUNDS)
+        rounds_s = _own_rounds_s(step if is_busy else _nothing, busy, ROUNDS)
         low_s, medians_s[busy], high_s = statistics.quantiles(rounds_s, n=4)
         spreads[busy] = (high_s - low_s) / medians_s[busy] / 2
-        if busy == 1:
-            continue
-        both = torch.zeros(2, busy)
-
-        def meet(is_busy: bool = is_busy, group: Any = group, both: Tensor = both) -> None:
-            if is_busy:
-                transport.all_to_all_single(both[0], both[1], group)
-
-        meet_s, points = _usual(_own_rounds_s(meet, busy, 4 * ROUNDS)), []
-        for times, rounds in ((1, 8 * ROUNDS), (4, 6 * ROUNDS), (16, 3 * ROUNDS), (64, 2 * ROUNDS)):
-
-            def compute(times: int = times, is_busy: bool = is_busy) -> None:
-                for _ in range(times if is_busy else 0):
-                    matrix @ matrix
-
-            def compute_and_meet(
-                compute: Callable[[], None] = compute, meet: Callable[[], None] = meet
-            ) -> None:
-                compute()
-                meet()
-
-            alone_s, together_s = (
-                _usual(_own_rounds_s(each, busy, rounds)) for each in (compute, compute_and_meet)
-            )
-            points.append((alone_s, max(1e-7, together_s - alone_s - meet_s)))
-        late_s = itertools.accumulate((late for _since, late in points), max)
-        lateness[str(busy)] = tuple(
-            (since_s, late) for (since_s, _), late in zip(points, late_s, strict=True)
-        )
+        if busy > 1:
+            lateness[str(busy)] = _late_points(busy, group)
     crowding = {str(busy): max(1.0, seconds / medians_s[1]) for busy, seconds in medians_s.items()}
     return crowding, lateness, spreads
+
+
+def _late_points(busy: int, group: dist.ProcessGroup | None) -> tuple[tuple[float, float], ...]:
+    """(Seconds of compute since ranks met, seconds by which the last comes later); ranks without a group do nothing."""
+    matrix, both = torch.randn(512, 512), torch.zeros(2, busy)
+
+    def call(times: int, *, meets: bool) -> None:
+        if group is None:
+            return
+        for _ in range(times):
+            matrix @ matrix
+        if meets:
+            transport.all_to_all_single(both[0], both[1], group)
+
+    def usual_s(times: int, rounds: int, *, meets: bool) -> float:
+        return _usual(_own_rounds_s(partial(call, times, meets=meets), busy, rounds))
+
+    meet_s = usual_s(0, 4 * ROUNDS, meets=True)
+    since_s, late_s = [], []
+    for times, rounds in ((1, 8 * ROUNDS), (4, 6 * ROUNDS), (16, 3 * ROUNDS), (64, 2 * ROUNDS)):
+        alone_s, together_s = (usual_s(times, rounds, meets=meets) for meets in (False, True))
+        since_s.append(alone_s)
+        late_s.append(max(1e-7, together_s - alone_s - meet_s))
+    # More compute makes nobody come earlier: where it seems so, something else ran beside it.
+    return tuple(zip(since_s, itertools.accumulate(late_s, max), strict=True))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _usual(rounds_s: Sequence[float]) -> float:

@@ -165,11 +165,12 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
     if has_one:
         best = min((each for each in traced.values() if each.fits), key=lambda each: each.seconds_per_sample)
         for name, value, why in _CHANGES:
-            plan = _changed(request, best.plan, name, value)
-            if plan is None or time.perf_counter() - start > _FOR_CHANGES * budget_s:
+            if time.perf_counter() - start > _FOR_CHANGES * budget_s:
+                break
+            show(f"tracing the best with {name}={value}", 0.99)
+            candidate = _changed(request, best, name, value)
+            if candidate is None:
                 continue
-            show(f"tracing {describe(plan)}", 0.99)
-            candidate = exact(request, plan, best.passes)
             gain = 1 - candidate.seconds_per_sample / best.seconds_per_sample
             if why:
                 priced.append((candidate, why))
@@ -188,8 +189,9 @@ def search(request: Request, show: Show = lambda what, share: None, budget_s: fl
     )
 
 
-def _changed(request: Request, plan: Plan, name: str, value: Any) -> Plan | None:
-    """The plan with another value of a field; None where the field is fixed, or it changes nothing or cannot be."""
+def _changed(request: Request, best: Candidate, name: str, value: Any) -> Candidate | None:
+    """Its plan with another value of a field; None where the field is fixed, or it changes nothing or is refused."""
+    plan = best.plan
     changes_something = {
         "prefetch": plan.num_shards > 1,
         "reduce_dtype": plan.mixed > 1,
@@ -198,8 +200,8 @@ def _changed(request: Request, plan: Plan, name: str, value: Any) -> Plan | None
     }
     if name in request.fixed or not changes_something[name]:
         return None
-    with contextlib.suppress(ValueError):  # not with others of its fields
-        return plan.replace(**{name: value})
+    with contextlib.suppress(ValueError):  # by other fields of the plan, or by the step that is traced
+        return exact(request, plan.replace(**{name: value}), best.passes)
     return None
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from opensora_accel.plan import Plan
 from opensora_accel.planner import command, estimate, search
+from opensora_accel.planner.candidates import Request
 from opensora_accel.planner.estimate import Reference, Weights, axis_groups
+from opensora_accel.planner.hardware import Hardware
 from opensora_accel.planner.trace import MemoryState, Operation, Trace
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
+H100 = Hardware.named("h100x8-ib400")
 
 
 @dataclass(frozen=True)
@@ -129,5 +134,19 @@ def use_stand_ins(monkeypatch):
         return StandInWorkload(name, num_tokens=frames * height * width // 1024, batch=batch)
 
     monkeypatch.setattr(command, "named_workload", named)
+    trace_stand_ins(monkeypatch)
+
+
+def trace_stand_ins(monkeypatch):
+    """A search traces a few operations in place of a step."""
     monkeypatch.setattr(search, "trace_step", trace_step)
     monkeypatch.setattr(estimate.Reference, "of", classmethod(reference))
+
+
+def request(world_size: int = 8, hardware: Hardware = H100, **fields: Any) -> Request:
+    workload = fields.pop("workload", StandInWorkload())
+    return Request(((workload, 1.0),), hardware, world_size, **fields)
+
+
+def small(memory_gib: float, **fields: Any) -> Hardware:
+    return dataclasses.replace(H100, memory_bytes=round(memory_gib * GIB), **fields)
