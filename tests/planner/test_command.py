@@ -1,5 +1,6 @@
 """`opensora-accel plan`: what it prints and writes; and a real small model from the command line to a Plan."""
 
+import argparse
 import json
 import re
 from html.parser import HTMLParser
@@ -10,8 +11,9 @@ import pytest
 from opensora_accel import cli
 from opensora_accel.plan import Plan
 from opensora_accel.planner import command, plan_for
-from opensora_accel.planner.candidates import GIB
+from opensora_accel.planner.candidates import GIB, Residents
 from opensora_accel.planner.hardware import Hardware
+from opensora_accel.planner.jobs import Job
 from opensora_accel.planner.models import MODELS
 from opensora_accel.planner.page import frontier, page
 from opensora_accel.training import job_of
@@ -482,3 +484,18 @@ def test_hardware_is_compared_side_by_side(stand_in, capsys):
 def test_what_cannot_be_asked_together_is_said(stand_in, capsys, arguments, message):
     assert run(*CLIP, *ON, *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_a_run_says_of_clipping_stays():
+    options = argparse.Namespace(
+        optimizer=None,
+        ema=False,
+        on_device=[],
+        text_encoder_gib=None,
+        vae_gib=None,
+        model=None,
+        config="run.toml",
+    )
+    for clips in (True, False):
+        job = Job((), residents=Residents("adamw-8bit", ema=True, clips=clips))
+        assert command._residents(options, job) == job.residents
